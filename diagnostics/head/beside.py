@@ -129,6 +129,9 @@ def beside_well_rounded(
         # A few heavy rows may be nearer to it by chance.
         nearer = any(one < EXPLAINED * other for one, other in pairs)
         nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
+        if fed is not None:  # an error that a right backward makes of the captured O and LSE is no rounding of its own
+            pairs = list(zip(left(recipe, kept), left_of(fed, kept), strict=True))
+            nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
         if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe
@@ -217,7 +220,10 @@ def beside_well_rounded(
             rivals, way = (*plain, *rounded, *cut), min(plain, key=left)
         if published[0].drops and explains_it(ROUNDED_DROPOUT):
             way = ROUNDED_DROPOUT
-        if rounded and not explains_it(way) and (known := as_good(min(rounded, key=left))) is not None:
+        # One rounding claims less than several, unless they leave far less.
+        alone = min(rounded, key=left, default="")
+        several = explains_it(way) and (not alone or explains_it(way, alone))
+        if alone and not several and (known := as_good(alone)) is not None:
             return known
         if explains_it(way):
             alike = beside(way)

@@ -1,7 +1,7 @@
 """Backwards that make P of L, as the published formulas have it, with L or each step in the inputs' format.
 
     S  = cast(alpha cast(q kT)) in steps, alpha cast(q kT) where steps are compiled into one, alpha q kT in a fused one,
-         or its cast
+         or its cast, or S - L is cast there
     L  = cast(L), or in fp32; of plain torch's S and cast cast(m + cast(log(cast(rowsum(cast(exp(cast(S - m))))))))
     P  = cast(exp(cast(S - L))) in steps, where L is cast; else cast(exp(S - L)); dS multiplies it uncast but in steps
     dV = cast(PT dO), dP = cast(dO VT) but in a fused one
@@ -25,6 +25,7 @@ from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 FROM_LSE = (
     "from-l:fused:low",
     "from-l:stored:fp32",
+    "from-l:shifted:fp32",
     "from-l:compiled:low",
     "from-l:steps:low",
     "from-l:compiled:fp32",
@@ -76,7 +77,7 @@ def from_lse(
     else:
         shift = finite(true.amax(1))[:, None]
         o = cast(cast((true - shift).exp()) @ head.v / (finite(lse)[:, None] - shift).exp())
-    in_steps, fused = how == "steps" and not alone, how in ("fused", "stored") or alone
+    in_steps, fused = how == "steps" and not alone, how in ("fused", "stored", "shifted") or alone
     exact = alone and how in ("fused", "stored")
     given = cast(finite(lse)) if of_lse == "low" and not exact else finite(lse)
     rounded = (how == "stored" and not exact) or not fused or (alone and of_lse == "fp32" and not exact)
@@ -85,7 +86,8 @@ def from_lse(
         largest = finite(scores.amax(1))
         given = cast(largest + cast(cast(cast(cast(scores - largest[:, None]).exp()).sum(1)).clamp(min=1e-30).log()))
     shifted = scores - given[:, None]
-    wide = (cast(shifted) if in_steps and of_lse == "low" else shifted).exp()
+    stored = (in_steps and of_lse == "low") or (how == "shifted" and not alone)
+    wide = (cast(shifted) if stored else shifted).exp()
     probs = cast(wide)
     dprobs = head.do @ head.v.T
     dprobs = dprobs if fused else cast(dprobs)

@@ -19,6 +19,7 @@ from torch import Tensor
 from attn_diag.head.from_lse import from_lse, scores_of
 from attn_diag.head.unfused import finite
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even, ulp
+from attn_diag.reference.rounding import BF16
 
 WAYS = ("from-l:fused:low", "from-l:stored:low", "from-l:compiled:low", "from-l:steps:low")
 """Of ``from_lse``'s, and one that stores S and L: which scores P is made of."""
@@ -32,6 +33,9 @@ _AS_NEAR = 0.1
 _CENTRED = 0.25
 # So many spacings of the largest of scores and L it may be off; those 192 were 1.13 at most.
 _FURTHEST = 2.0
+# The grid leaves that much less of L' than a factor that all rows share does: of rows whose L is one number both leave
+# as much, as any wrong factor may.
+_LESS = 0.5
 # Of a sum of products in fp32, relative to that of their sizes.
 _FP32 = 2.0**-23
 
@@ -126,5 +130,11 @@ def _read(
     if sure.sum() < _ROWS or (share := float(near[sure].double().mean())) < _MOST:
         return None
     if ((nearest - lse) / spacing)[sure].mean().abs() > _CENTRED:
+        return None
+    left, shift = ((read - nearest) / spacing)[sure], ((read - lse) / spacing)[sure]
+    if left.abs().median() > _LESS * (shift - shift.median()).abs().median():
+        return None
+    # In BF16 beside finer inputs it is on their grid as well.
+    if fmt != BF16 and (round_nearest_even(nearest, BF16) == nearest)[sure].all():
         return None
     return share, torch.where(sure, nearest, torch.where(possible, read, finite(lse)))

@@ -93,10 +93,11 @@ WORDS = {
     "lse_steps": "the backward makes P of an L (LSE) and of scores that are rounded to the inputs' format, as in plain "
     "torch",
     "backward_scores": "the backward makes P of scores that are rounded to the inputs' format",
+    "backward_shifted": "the backward rounds S - L to the inputs' format, of which it makes P",
     "backward_steps": "the backward makes P of scores that are rounded to the inputs' format, and rounds each step "
     "behind them, as in plain torch",
 }
-OF_BACKWARD = ("saved", "lse", "lse_steps", "backward_scores", "backward_steps")
+OF_BACKWARD = ("saved", "lse", "lse_steps", "backward_scores", "backward_shifted", "backward_steps")
 """Those that say nothing of the forward."""
 
 
@@ -200,7 +201,7 @@ def _firsts(of: Sequence[str], kind: Callable[[str], object]) -> tuple[str, ...]
 def named(way: str) -> str:
     """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s or of ``ROUNDED_DROPOUT``."""
     if way.startswith(_FROM_LSE):
-        alone = way.startswith(("from-l:fused", "from-l:stored:fp32"))
+        alone = way.startswith(("from-l:fused", "from-l:stored:fp32", "from-l:shifted"))
         return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"
     if way == ROUNDED_DROPOUT:
         return "dropout_factor"
@@ -221,7 +222,7 @@ def named(way: str) -> str:
 def also_fused(way: str) -> str | None:
     """Which of ``WORDS`` says of a way as of ``named`` what a fused kernel may do as well; None: nothing."""
     if way.startswith(_FROM_LSE):
-        return "lse" if ":low" in way else "backward_scores"
+        return "lse" if ":low" in way else "backward_shifted" if "shifted" in way else "backward_scores"
     return None if named(way) == "normalised" else "scores"
 
 

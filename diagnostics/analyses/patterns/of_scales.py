@@ -30,9 +30,11 @@ def known_by_bits(
         coarse: What the recipe rounds that has O's bits, in words (``coarse_words``); None: nothing, or none has them.
         parts: Of the head in each sequence.
     """
-    if sample.site == "scores" and quantity == "dv":
+    if sample.site in ("scores", "normalised") and quantity == "dv":
         sites = (p.quality[q].site for q in ("o", "dq") for p in parts if q in p.quality)
-        sample = replace(sample, site=next((s for s in sites if s in WORDS and s != "scores"), "scores"))
+        # Fused kernels drop a P out before or after its cast.
+        alone, others = ("scores", {"scores"}) if sample.site == "scores" else (None, {"scores", "dropout_factor"})
+        sample = replace(sample, site=next((s for s in sites if s in WORDS.keys() - others), alone))
     if coarse is None or (quantity != "o" and (sample.site not in WORDS or sample.site in OF_BACKWARD)):
         return sample
     return replace(sample, site=coarse if quantity == "o" else None)

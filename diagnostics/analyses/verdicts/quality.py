@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from attn_diag.analyses.verdicts.joined_samples import joined
-from attn_diag.analyses.verdicts.standing_out import as_usual, beyond_rounding, localised, others_right, over_all, where
+from attn_diag.analyses.verdicts.standing_out import as_usual, is_place, next_to_exact, others_right, over_all, where
 from attn_diag.analyses.verdicts.words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums, cut_off
@@ -121,9 +121,9 @@ def judge_quantity(
     impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
     if whole.factors:
         return verdict("wrong", f"{impossible}: {whole.factors}.", Pattern("factor", whole.factors))
-    telling = outlying
+    telling = outlying & ~(least := next_to_exact(whole))
     if outlying.any():
-        telling = outlying & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
+        telling = telling & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
     by_chance = whole.exact_by_chance
     # What cancels may cancel in all query rows alike: then their errors add up.
     shared = float(summed) if by_chance else 1.0
@@ -131,11 +131,10 @@ def judge_quantity(
     healthy = rest is not None and rest.factor <= LOSSY
     if by_chance and not healthy:
         telling = telling & (whole.error > GROUP_LIMIT**2 * shared * whole.expected)
-    if unlike := whole.unlike is not None and bool(whole.unlike.any()):
-        telling, rest = whole.unlike, whole.ratio(~whole.unlike)
+    if unlike := whole.unlike is not None and bool((whole.unlike & ~least).any()):
+        telling, rest = whole.unlike & ~least, whole.ratio(~whole.unlike)
     if telling.any():
-        placed = not whole.compared or localised(whole, telling, healthy=healthy)
-        placed |= bool(whole.misplaced.any()) or beyond_rounding(whole, telling)
+        placed = not whole.compared or is_place(whole, telling, healthy=healthy)
         if whole.zeroed.any() or unlike or (placed and not whole.rounding):
             pattern = where(whole, telling, unit, rest if whole.compared else None)
             return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)

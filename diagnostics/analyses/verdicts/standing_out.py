@@ -12,6 +12,8 @@ from attn_diag.statistics.ratios import RatioEstimate
 
 # Outlying rows of a kernel that rounds coarsely everywhere are no pattern; few, or neighbours, are.
 _FEW = 8
+# Squares that are so much smaller are float64's own.
+_EXACT = 1e-6
 
 
 def localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
@@ -24,11 +26,25 @@ def localised(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> 
     return runs <= _FEW or runs <= len(rows) / 4 or bool((whole.bad_features > 0).any())
 
 
+def is_place(whole: QuantitySample, outlying: np.ndarray, *, healthy: bool) -> bool:
+    """Whether what stands out is a place by where it is, how far off it is, or of what size its error is."""
+    if localised(whole, outlying, healthy=healthy) or whole.misplaced.any():
+        return True
+    return beyond_rounding(whole, outlying)
+
+
 def as_usual(error: np.ndarray, floor: np.ndarray) -> np.ndarray:
     """Which rows or features are hardly further off, in ulp, than others: a well-rounded kernel may be exact there."""
     in_ulp = error / np.maximum(floor, 1e-300)
     usual = np.median(in_ulp[floor > 0]) if (floor > 0).any() else 0.0
     found: np.ndarray = in_ulp <= GROUP_LIMIT**2 * usual
+    return found
+
+
+def next_to_exact(whole: QuantitySample) -> np.ndarray:
+    """Which rows are an ulp off at most where a well-rounded kernel is exact: another rounding leaves no less."""
+    exact = whole.counterfactual <= _EXACT * whole.floor
+    found: np.ndarray = exact & (whole.error <= (1 + _EXACT) * 12 * whole.floor)
     return found
 
 
