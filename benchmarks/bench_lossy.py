@@ -2,10 +2,10 @@
 
     python benchmarks/bench_lossy.py [--device cpu|cuda] [--heads N] [--length T] [--json FILE]
 
-Captures (1, heads, T, 64), causal, of N(0,1) with q four times as large, with O, dQ, dK and dV: of the published recipe;
-of a backward that makes P of an L in 16 bits; of a fused kernel that rounds S; of plain torch; and of the published one
-with dQ 5 % too large, with a tile of dK 20 % too large, and with delta of the next row. Warm, in turn, medians of
-``RUNS``; and what was said, with how many heads' quantities.
+Captures (1, heads, T, 64), causal, of N(0,1) with q four times as large, with O, dQ, dK and dV: of the published
+recipe; of a backward that makes P of an L in 16 bits; of a fused kernel that rounds S; of plain torch; and of the
+published one with dQ 5 % too large, with a tile of dK 20 % too large, and with delta of the next row. Warm, in turn,
+medians of ``RUNS``; and what was said, with how many heads' quantities.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def capture_of(name: str, heads: int, length: int, device: str) -> Capture:
     """What a kernel makes of every head."""
     q, k, v, do = normal(1, heads, length, WIDTH)
     inputs = [4 * q, k, v, do]
-    outputs = {output: torch.empty_like(q) for output in OUTPUTS}
+    outputs = {output: torch.empty_like(k) for output in OUTPUTS}
     for h in range(heads):
-        head = AttentionHead(*(t[0, h].to(device).double() for t in inputs), WIDTH**-0.5, Masking("top-left"))
+        q, k, v, do = (t[0, h].to(device).double() for t in inputs)
+        head = AttentionHead(q, k, v, do, WIDTH**-0.5, Masking("top-left"))
         made = wrong(name, head, run_counterfactual(head, BF16, {}, recipe=KERNELS[name]))
         for output in OUTPUTS:
             outputs[output][0, h] = made[output].bfloat16().cpu()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.patterns import find
+from attn_diag.analyses.patterns.backward import of_gradient
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.head import counterfactual
 from attn_diag.head.shown_ways import Shown, ShownWays
@@ -103,7 +104,7 @@ def test_another_thread_waits_for_the_first_head(*, fails: bool) -> None:
 
 def test_a_pattern_of_another_head_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It spares the guesses behind it where it fits, and is no answer where it does not."""
-    made, own = list[str](), find.of_gradient
+    made, own = list[str](), of_gradient
 
     def recorded(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         for guess in own(evidence, rows):
