@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attn_diag.head.beside import MOST_SCORES
+from attn_diag.head.compared import MOST_SCORES
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.propagation import BackwardCollector
 from attn_diag.reference import FloatFormat, reference_head, round_nearest_even

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attn_diag.head.beside import MOST_SCORES
+from attn_diag.head.compared import MOST_SCORES
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.cut_off import makes, ways
 from attn_diag.head.declared import DRAWS
