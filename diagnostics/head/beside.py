@@ -37,6 +37,8 @@ from attn_diag.statistics.ratios import Carriers
 # Of a recipe that is at work rows weighted alike leave less, too: 0.78 at most, in 67 gradients made so; where a coarse
 # LSE's few heavy rows looked like a rounded delta, they left 0.99.
 _MOST_LEFT = 0.9
+# A backward casts nothing of its own that leaves so little of the noise: where dP and delta cancel all of it is O's.
+_NO_CAST = 1 / 16
 # Truncated sums make errors at most so many times larger (1.8 on one-hot rows).
 _TRUNCATED = 2.0
 # The coarsest sane kernel is looked at where the error is that of casts to so many bits instead of the format's own.
@@ -63,6 +65,7 @@ def beside_well_rounded(
     directions: Directions | None = None,
     first: QuantitySample | None = None,
     shown: ShownOfHead | None = None,
+    outs: Sequence[Tensor | None] | None = None,
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
@@ -80,6 +83,8 @@ def beside_well_rounded(
         variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
         first: That with the first of them, where it is made already.
         shown: What the first head of the capture shows, or is to show.
+        outs: Of a gradient, the captured O of these heads, where it is known: a forward is said to round S only if they
+            are no further from that one's O.
     """
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
 
@@ -121,6 +126,14 @@ def beside_well_rounded(
         pairs = zip(left(way), left(beside), strict=True)
         return max(one / other if other else math.inf for one, other in pairs)
 
+    def made_by_forward(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> bool:
+        """Whether a right backward of the captured O and LSE is as near, or leaves too little for a cast of its own."""
+        if fed is None:
+            return False
+        given = left_of(fed, kept)
+        pairs = zip(left(recipe, kept), given, strict=True)
+        return given[1] <= _NO_CAST * len(chosen.error) or any(one >= _MOST_LEFT * other for one, other in pairs)
+
     def as_good(recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> QuantitySample | None:
         """With this recipe's rounding as its site, where it makes most of the bits and nothing stands out beside it."""
         casting = beside(recipe)
@@ -129,10 +142,13 @@ def beside_well_rounded(
         # A few heavy rows may be nearer to it by chance.
         nearer = any(one < EXPLAINED * other for one, other in pairs)
         nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
-        if fed is not None:  # an error that a right backward makes of the captured O and LSE is no rounding of its own
-            pairs = list(zip(left(recipe, kept), left_of(fed, kept), strict=True))
-            nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
-        if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
+        if (
+            not nearer
+            or made_by_forward(recipe, kept)
+            or same is None
+            or same.factor > AS_GOOD
+            or casting.outlying.any()
+        ):
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe
         if recipe in cut_off.CUT_OFF:
@@ -192,6 +208,11 @@ def beside_well_rounded(
                 same is not None and same.factor <= AS_GOOD and not beside(way).outlying.any()
             )
 
+        def forward_is(way: str) -> bool:
+            known = [(c, o) for c, o in zip(published, outs or [None] * len(published), strict=True) if o is not None]
+            apart = ([float((c.outputs(r)["o"] - o).square().nansum()) for r in (way, RECIPE)] for c, o in known)
+            return all(one <= other for one, other in apart)
+
         marked = [chosen.bad_rows > 0, chosen.bad_features > 0]
         any_marked = any(one.any() for one in marked)
 
@@ -225,7 +246,7 @@ def beside_well_rounded(
         several = explains_it(way) and (not alone or explains_it(way, alone))
         if alone and not several and (known := as_good(alone)) is not None:
             return known
-        if explains_it(way):
+        if explains_it(way) and (":low" in way or not made_by_forward(way)):
             alike = beside(way)
             # Row by row: sums in fp32 move a cast of S or dP here and there, which single elements show. Rows that
             # stand out for that (beside both) have most of their error from the other casts, or are no further from
@@ -236,6 +257,7 @@ def beside_well_rounded(
             own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
             made = max(float(alike.error.sum() - rest.sum()), 0.0)
             site = named(way) if way == ROUNDED_DROPOUT or explains_it(way, way + FUSED) else also_fused(way)
+            site = None if site == "scores" and not forward_is(way + FUSED) else site
             chosen = placed() or chosen
             if shown is not None:
                 reproduce = tuple(reproducing) if any_marked else None
