@@ -142,13 +142,8 @@ def beside_well_rounded(
         # A few heavy rows may be nearer to it by chance.
         nearer = any(one < EXPLAINED * other for one, other in pairs)
         nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
-        if (
-            not nearer
-            or made_by_forward(recipe, kept)
-            or same is None
-            or same.factor > AS_GOOD
-            or casting.outlying.any()
-        ):
+        nearer = nearer and not made_by_forward(recipe, kept)
+        if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe
         if recipe in cut_off.CUT_OFF:
