@@ -10,6 +10,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.head.read_lse import backwards_of_read_lse
+from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, Masking, format_of, round_nearest_even
 from attn_diag.reference.rounding import BF16
 from attn_diag.results.quality import QuantityVerdict
@@ -28,19 +29,22 @@ def judged(tensors: list[Tensor], rounded: str = "") -> dict[str, QuantityVerdic
 
     Args:
         tensors: q, k, v and dO.
-        rounded: What it rounds to their format that others do not: "dprobs", "shifted" (S - L) or "inverse" (1 / l).
+        rounded: What it rounds to their format that others do not: "dprobs", "shifted" (S - L), "inverse" (1 / l) or
+            "terms" (m and ln l, of which it makes the L of its backward); "cut": P_bar is cut off.
     """
     q, k, v, do = (x.float() for x in tensors)
     dtype = tensors[0].dtype
-    scores = (q @ k.T * ALPHA).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-    m, row_sum, out = torch.full((T, 1), -torch.inf), torch.zeros(T, 1), torch.zeros(T, D)
+    scores = (q @ k.T * ALPHA).masked_fill(torch.ones(len(q), len(q), dtype=torch.bool).triu(1), -torch.inf)
+    m, row_sum, out = torch.full_like(q[:, :1], -torch.inf), torch.zeros_like(q[:, :1]), torch.zeros_like(q)
     for s, values in zip(torch.split(scores, TILE, 1), torch.split(v, TILE), strict=True):
         largest = torch.maximum(m, s.amax(1, keepdim=True))
         p, rescale = (s - largest).exp(), (m - largest).exp()
-        out = rescale * out + p.to(dtype).float() @ values
+        cast = round_to(p, parse("fp16:toward-zero")) if rounded == "cut" else p.to(dtype).float()
+        out = rescale * out + cast @ values
         row_sum, m = rescale * row_sum + p.sum(1, keepdim=True), largest
     o = (out * (1 / row_sum).to(dtype).float() if rounded == "inverse" else out / row_sum).to(dtype)
-    shifted, dprobs = scores - (m + row_sum.log()), do @ v.T
+    terms = [x.to(dtype).float() if rounded == "terms" else x for x in (m, row_sum.log())]
+    shifted, dprobs = scores - sum(terms), do @ v.T
     shifted = shifted.to(dtype).float() if rounded == "shifted" else shifted
     dprobs = dprobs.to(dtype).float() if rounded == "dprobs" else dprobs
     probs = shifted.exp()
@@ -59,6 +63,25 @@ def test_errors_that_follow_from_o_are_no_cut_of_ds() -> None:
         q, k, v, do = inputs(torch.float16, seed)
         found = judged([q, k, 0.1 * v + 3, do])
         assert [one.site for one in found.values()] == [None] * 4
+
+
+def test_errors_of_a_cut_o_are_no_cut_of_ds() -> None:
+    """Where V is one number dP and delta cancel, but for the error of O."""
+    for seed in range(3):
+        q, k, v, do = (x[:30] for x in inputs(torch.float16, seed))
+        found = judged([q, k, torch.full_like(v, 1.7), do], "cut")
+        assert [one.site for one in found.values()] == ["cut-off-probs", None, None, None]
+
+
+def test_s_is_rounded_only_where_o_shows_it() -> None:
+    """Heavy rows of dQ alone looked like it, of which L was made of rounded terms."""
+    g = torch.Generator().manual_seed(68001)
+    _, _, v, do = (torch.randn(heads, 96, D, generator=g) for heads in (4, 1, 1, 4))
+    u, *low_rank = (torch.randn(size, 4, generator=g) for size in (D, 4 * 96, 96))
+    q, k = (x @ u.T for x in low_rank)
+    found = judged([x.half() for x in (q[96:192], k, v[0], do[1])], "terms")
+    assert found["o"].answer == "good"
+    assert found["dq"].site is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

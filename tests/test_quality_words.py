@@ -43,13 +43,15 @@ def test_of_a_wide_interval_the_end_that_tells_something_is_printed() -> None:
     assert factor_words(RatioEstimate(0.01, 1e-9, 0.5, 1.2)) == "0.01 (at most 0.50)"
 
 
-def compared(errors: Tensor, others: Tensor, clusters: list[int] | None = None) -> QuantitySample:
-    """32 rows of 16 numbers with these errors [32] beside a kernel with those."""
+def compared(errors: Tensor, others: Tensor, clusters: list[int] | None = None, rows: int = 32) -> QuantitySample:
+    """32 rows of 16 numbers, or fewer that count, with these errors [32] beside a kernel with those."""
     truth = torch.ones(32, 16, dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8)
     seen, other = (truth + e[:, None] * signs for e in (errors, others))
     groups = None if clusters is None else np.array(clusters)
-    return sample(seen, truth, other, others[:, None].square().expand(-1, 16), BF16, torch.arange(32), clusters=groups)
+    return sample(
+        seen, truth, other, others[:, None].square().expand(-1, 16), BF16, torch.arange(rows), clusters=groups
+    )
 
 
 def test_a_factor_that_is_called_good_has_the_interval_that_says_so() -> None:
@@ -61,6 +63,14 @@ def test_a_factor_that_is_called_good_has_the_interval_that_says_so() -> None:
     found = judge_quantity("dq", [compared(errors, others)], [0])
     assert found.answer == "good"
     assert "0.99 (0.01 to 70.6) times its error, 0.71 (" in found.words
+
+
+@pytest.mark.parametrize(("factor", "rows", "expected"), [(2.0, 32, "unfused"), (0.5, 32, None), (2.0, 1, None)])
+def test_a_site_is_given_where_it_is_said(factor: float, rows: int, expected: str | None) -> None:
+    others = torch.full((32,), 0.01, dtype=torch.float64)
+    found = judge_quantity("dq", [replace(compared(factor * others, others, rows=rows), site="unfused")], [0])
+    assert found.site == expected
+    assert (expected is not None) == ("stored in the inputs' format" in found.words)
 
 
 @pytest.mark.parametrize(

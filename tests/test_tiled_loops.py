@@ -89,6 +89,23 @@ def test_another_heads_error_is_not() -> None:
     assert (second["o"].answer, second["o"].site) == ("lossy", None)
 
 
+@pytest.mark.parametrize("shows", ["nothing", "zeros", "another"])
+def test_a_first_head_that_does_not_show_it_hides_no_rounding(shows: str) -> None:
+    """Its O was that of a well-rounded kernel, had no recipe's bits, or another one's, and no other head was asked."""
+    q, k, v, _ = inputs(torch.float16, 5)
+    if shows == "nothing":
+        q[:, 0], v[:, 0] = 0, 1
+    o, _ = loop(q, k, v, wide_scores=True, wide_max=True, wide_sum=True, wide_out=False)
+    if shows == "zeros":
+        o[:, 0] = 0
+    if shows == "another":
+        o[:, 0] = loop(q, k, v, wide_scores=False, wide_max=True, wide_sum=True, wide_out=True)[0][:, 0]
+    first, second = judged(q, k, v, o=o)
+    told = {"nothing": ("good", None), "zeros": ("wrong", None), "another": ("lossy", "scores, PV of a range in FP16")}
+    assert (first["o"].answer, first["o"].site) == told[shows]
+    assert second["o"].site == "PV of a range, O's accumulator in FP16"
+
+
 def test_a_backwards_own_l_stays_named_beside_it() -> None:
     """O's own rounding took the name of dQ's, dK's and dV's away."""
     q, k, v, do = inputs(torch.bfloat16, 7)

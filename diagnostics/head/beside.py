@@ -50,6 +50,7 @@ def beside_well_rounded(
     directions: Directions | None = None,
     first: QuantitySample | None = None,
     shown: ShownOfHead | None = None,
+    outs: Sequence[Tensor | None] = (),
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
@@ -67,10 +68,11 @@ def beside_well_rounded(
         variance, fmt, rows, fed, clusters, carriers, directions: As in ``sample``.
         first: That with the first of them, where it is made already.
         shown: What the first head of the capture shows, or is to show.
+        outs: Of a gradient, the captured O of these heads.
     """
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
     compared = Compared(
-        quantity, observed, reference, total, published, variance, fmt, rows, fed, clusters, carriers, directions
+        quantity, observed, reference, total, published, variance, fmt, rows, fed, clusters, carriers, directions, outs
     )
     if len(published) < len(counterfactuals):
         found_alone = replace(first or compared.against(total([c.outputs() for c in counterfactuals])), compared=False)

@@ -25,6 +25,8 @@ MOST_SCORES = 2**24
 # Of a recipe that is at work rows weighted alike leave less, too: 0.78 at most, in 67 gradients made so; where a coarse
 # LSE's few heavy rows looked like a rounded delta, they left 0.99.
 _MOST_LEFT = 0.9
+# A backward casts nothing of its own that leaves so little of the noise: where dP and delta cancel all of it is O's.
+_NO_CAST = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Compared:
     clusters: npt.NDArray[np.int64] | None
     carriers: Carriers | None
     directions: Directions | None
+    outs: Sequence[Tensor | None]
+    """Of a gradient, the captured O of these heads; None where it is not known."""
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
@@ -116,6 +120,20 @@ class Compared:
         pairs = zip(self.left(way), self.left(beside), strict=True)
         return max(one / other if other else math.inf for one, other in pairs)
 
+    def made_by_forward(self, recipe: str, kept: npt.NDArray[np.bool_] | None = None) -> bool:
+        """Whether a right backward of the captured O and LSE is as near, or leaves too little for a cast of its own."""
+        if self.fed is None:
+            return False
+        fed = self.left_of(self.fed, kept)
+        pairs = zip(self.left(recipe, kept), fed, strict=True)
+        return fed[1] <= _NO_CAST * len(self._units) or any(one >= _MOST_LEFT * other for one, other in pairs)
+
+    def forward_is(self, way: str) -> bool:
+        """Whether the captured O is no further from a way's than from the published recipe's, where it is known."""
+        known = [(kernel, o) for kernel, o in zip(self.kernels, self.outs, strict=False) if o is not None]
+        apart = ([float((k.outputs(r)["o"] - o).square().nansum()) for r in (way, RECIPE)] for k, o in known)
+        return all(one <= other for one, other in apart)
+
     def as_good(
         self, recipe: str, chosen: QuantitySample, kept: npt.NDArray[np.bool_] | None = None
     ) -> QuantitySample | None:
@@ -132,9 +150,7 @@ class Compared:
         # A few heavy rows may be nearer to it by chance.
         nearer = any(one < EXPLAINED * other for one, other in pairs)
         nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
-        if self.fed is not None:  # an error that a right backward makes of the captured O and LSE is none of its own
-            pairs = list(zip(self.left(recipe, kept), self.left_of(self.fed, kept), strict=True))
-            nearer = nearer and all(one < _MOST_LEFT * other for one, other in pairs)
+        nearer = nearer and not self.made_by_forward(recipe, kept)
         if not nearer or same is None or same.factor > AS_GOOD or casting.outlying.any():
             return None
         site = "dscores_from" if recipe in FROM_CAST_P else recipe

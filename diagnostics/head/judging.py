@@ -94,6 +94,7 @@ def _quality(
     found = beside_well_rounded(
         name, observed, truth, partial(_only, name), [passed.counterfactuals], variance=variance, fmt=fmt, rows=rows,
         fed=fed, clusters=clusters, directions=_directions(passed, name), first=first, shown=passed.shown(seen.name),
+        outs=() if name == "o" else [seen.outputs.get("o")],
     )  # fmt: skip
     if name == "dq" and fed is not None and backward is not None:
         return named_sums(found, name, observed, fed, [backward], partial(_only, name), fmt)

@@ -42,6 +42,8 @@ class KeyTerms:
     """delta's errors over their noise, [Tq]: observed and the counterfactual's; None where delta is not known."""
     shown: ShownOfHead | None
     """What the first head of the capture shows."""
+    out: Tensor | None = None
+    """O as it was captured, [Tq, Dv]."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def key_quality(
         one_found = beside_well_rounded(
             name, observed, reference, total, others, variance=noise[h], fmt=fmt, rows=rows, fed=own_fed,
             carriers=carriers[h], first=first, shown=of_head[0].shown,
+            outs=[t.out for t in of_head],
         )  # fmt: skip
         if name != "dkv" and own_fed is not None:
             collectors = [t.backward for t in of_head if t.backward is not None]

@@ -304,6 +304,7 @@ def _key_terms(passed: StreamedHead, seen: ObservedHead) -> KeyTerms:
         by_delta=passed.noise.by_delta,
         delta_errors=None if errors is None else judging.paired_deltas(passed, errors),
         shown=passed.shown(seen.name),
+        out=seen.outputs.get("o"),
     )
 
 

@@ -42,7 +42,7 @@ def by_unpublished_ways(
     several = search.explains() and (not alone or search.explains(alone))
     if alone and not several and (known := compared.as_good(alone, chosen)) is not None:
         return known
-    if search.explains():
+    if search.explains() and search.is_own():
         found = search.explained()
         if shown is not None:
             shown.put(compared.quantity, search.shown())
@@ -86,6 +86,10 @@ class _Search:
         """Whether the way leaves little of what a recipe does."""
         return self._compared.part_left(self._way, beside) < EXPLAINED
 
+    def is_own(self) -> bool:
+        """Whether the error is not one that a right backward makes of the captured O and LSE; a rounded L may be it."""
+        return ":low" in self._way or not self._compared.made_by_forward(self._way)
+
     def _is_no_factor(self) -> bool:
         """Whether a rounded L is meant: where all rows weigh their keys alike it is a factor, as faults are."""
         compared, way = self._compared, self._way
@@ -123,6 +127,7 @@ class _Search:
         own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
         made = max(float(alike.error.sum() - rest.sum()), 0.0)
         site = named(way) if way == ROUNDED_DROPOUT or self.explains(way + FUSED) else also_fused(way)
+        site = None if site == "scores" and not compared.forward_is(way + FUSED) else site
         found = self.placed() or self._chosen
         return replace(found, site=site, made_by_site=made, rounding=own, features_rounding=own)
 

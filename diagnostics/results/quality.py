@@ -80,7 +80,8 @@ class QuantityVerdict:
     relative_error_16_bit: Number | None = None
     """Where one is declared, the relative error of a well-rounded kernel of 16 bits: what the format costs."""
     site: str | None = None
-    """The rounding site that explains the factor, by name; or, in words, what O's bits show; null: none is known."""
+    """Where it is lossy or undecided, and has a factor: the rounding site that explains it, by name; or, in words, what
+    O's bits show. Null elsewhere, and where none is known."""
     patterns: tuple[Pattern, ...] = ()
     """Where and how it is wrong."""
     ranks: tuple[str, ...] = ()

@@ -3,7 +3,8 @@ from the L that its gradients show."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.of_scales import known_by_bits
-from attn_diag.head.baseline import compared_rows, has_bits
+from attn_diag.head.baseline import Recognised, compared_rows, has_bits
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.from_lse import backwards_from_lse
 from attn_diag.head.measurement import HeadMeasurement
@@ -28,6 +29,8 @@ from attn_diag.results.quality import Quantity
 
 # A search goes through every schedule, on rows of so many scores each.
 _MOST_KEYS = 2**13
+# It is made on the first heads that ask and have nothing that others showed: some are broken, or show little.
+_MOST_ASKED = 3
 # Gradients are made in all rows at once, in seven ways.
 _MOST_SCORES = 2**20
 # Equations in as many unknowns are solved. That a sequence of so many rows shows none counts for all others.
@@ -35,55 +38,69 @@ _MOST_ROWS, _ENOUGH_ROWS = 2**11, 2**6
 
 
 class UnnamedKernels:
-    """The roundings of the kernels of one capture: each looked for once, by ``identify``'s whole search, and then
-    among loops in plain torch."""
+    """The roundings of the kernels of one capture: each looked for on few heads, by ``identify``'s whole search, and
+    then among loops in plain torch."""
 
     def __init__(self, opened: OpenCapture) -> None:
         """Of a capture that is being inspected."""
         self._opened = opened
-        self._found = dict[str, list[Recipe]]()
-        self._loops = dict[str, KnownLoops | None]()
+        self._found = defaultdict[str, list[list[Recipe]]](list)
+        self._loops = defaultdict[str, list[KnownLoops]](list)
+        self._asked = Counter[str]()
         self._backwards = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
         self._read = dict[tuple[str, int, int], dict[str, dict[str, Tensor]]]()
         self._group: tuple[str, int] | None = None  # whose gradients ``_read`` has
         self._ways = dict[str, Sequence[str]]()
 
-    def coarse(self, observation: str, parts: Sequence[HeadMeasurement]) -> str | None:
+    def coarse(self, observation: str, parts: Sequence[HeadMeasurement], first: Recognised | None = None) -> str | None:
         """What O of one head rounds, in words (``coarse_words``); None: it is not lossy, or nobody knows.
 
         Of recipes, or loops, that its bits do not tell apart, what all of them round. The search is made on the first
-        head of an observation that asks; another one's O must have the same bits.
+        heads of an observation that ask; of others O must have the same bits.
 
         Args:
             observation: Which.
             parts: Of the head in each sequence.
+            first: The recipe that the capture's first head has, which may have the bits of several: another head that
+                is lossy need not have it.
         """
-        part = next((p for p in parts if _unexplained(p)), None)
-        if part is None or self._opened.capture.lengths(part.batch)[1] > _MOST_KEYS:
+        capture, part = self._opened.capture, next((p for p in parts if _unexplained(p)), None)
+        if first is not None:
+            words, one = coarse_words(first.recipe), parts[0] if part is None else part
+            certain = first.agreement is None or first.cut_off or (words is None and part is None)
+            if certain or has_bits(first.recipe, capture, observation, one.batch, one.head):
+                return words
+        if part is None or (first is not None and _stands_out(part.quality["o"])):
             return None
-        if observation not in self._found:
-            found = self._opened.identify(observation, part.batch, part.head)
-            self._found[observation] = []
-            if found is not None and found.outcome != "flawed" and found.recipe is not None:
-                self._found[observation] = [found.recipe, *(trial.recipe for trial in found.as_good)]
-        recipes = self._found[observation]
-        if not recipes:
-            return self._of_loops(observation, part)
-        if not has_bits(recipes[0], self._opened.capture, observation, part.batch, part.head):
+        if capture.lengths(part.batch)[1] > _MOST_KEYS:
             return None
-        return coarse_words(*recipes)
+        asked = self._asked[observation] < _MOST_ASKED
+        for recipes in self._recipes(observation, part, ask=asked):
+            if has_bits(recipes[0], capture, observation, part.batch, part.head):
+                return coarse_words(*recipes)
+        return self._of_loops(observation, part, ask=asked)
 
-    def _of_loops(self, observation: str, part: HeadMeasurement) -> str | None:
+    def _recipes(self, observation: str, part: HeadMeasurement, *, ask: bool) -> Iterator[list[Recipe]]:
+        """Those that earlier heads showed, each with what has the same bits, and those that this one shows."""
+        yield from self._found[observation]
+        if ask:
+            self._asked[observation] += 1
+            found = self._opened.identify(observation, part.batch, part.head)
+            if found is not None and found.outcome != "flawed" and found.recipe is not None:
+                self._found[observation].append([found.recipe, *(trial.recipe for trial in found.as_good)])
+                yield self._found[observation][-1]
+
+    def _of_loops(self, observation: str, part: HeadMeasurement, *, ask: bool) -> str | None:
         """What plain torch's loops round that have O's bits."""
         capture, device = self._opened.capture, torch.device("cpu")
         subject = read_subject(capture, observation, part.batch, part.head, device)
         if subject is None:
             return None
         rows = compared_rows(*capture.lengths(part.batch), device)
-        if observation not in self._loops:
-            self._loops[observation] = find_loops(subject, rows)
-        known = self._loops[observation]
-        if known is None or not known.have_bits(subject, rows):
+        known = next((one for one in self._loops[observation] if one.have_bits(subject, rows)), None)
+        if known is None and ask and (known := find_loops(subject, rows)) is not None:
+            self._loops[observation].append(known)
+        if known is None:
             return None
         head = subject.inputs.head
         if backwards_from_lse(head) and len(head.q) * len(head.k) <= _MOST_SCORES:

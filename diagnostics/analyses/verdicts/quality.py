@@ -114,7 +114,7 @@ def judge_quantity(
             largest_at=(batch, largest[0], largest[1]),
             declared=whole.declared or None,
             relative_error_16_bit=plain,
-            site=None if answer == "wrong" else whole.site,
+            site=whole.site if answer in ("lossy", "undecided") and ratio is not None else None,
             patterns=patterns,
         )
 
