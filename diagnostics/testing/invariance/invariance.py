@@ -26,7 +26,7 @@ from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, alike, beyond_rounding, compared
 from attn_diag.testing.invariance.distance import Expected, own_error
-from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, words_of
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, until_told, words_of
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
@@ -174,13 +174,12 @@ class _Run:
         outcome, headline = self._judged(found, other, wrong)
         if outcome == "pass" and self.target.recipe is None:
             self.notes.append(seldom_words(found, outputs["o"].numel(), self.setting.repeats))
-        b, h, t, d = base.q.shape
         return Invariance(
             tool=tool,
             source=self.target.name,
             backend=self.target.backend,
             dtype=DTYPES[base.q.dtype],
-            shape=(b, h, t, d),
+            shape=self.again.shape,
             causal=base.causal,
             scale=base.scale,
             seed=seed,
@@ -215,10 +214,7 @@ class _Run:
         paths = f"after {self.lost} the GPU could not be used" if self.lost else item.paths(self.setting)
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
-        found: list[PathFinding] = []
-        for path in paths:
-            if not (self.lost or self.rulings.enough(item, found)):
-                found.append(self._path(item, path))
+        found = list(until_told(item, (self._path(item, path) for path in paths if not self.lost)))
         if item.name == SAME_CALL.name and (first := self._of_first_call(found)) is not None:
             return [first]
         self.rulings.note(item, found)

@@ -46,6 +46,14 @@ def calls_again(repeats: int) -> list[str]:
     return [*("the second call", "the third call")[:repeats], *(f"call {n}" for n in range(4, repeats + 2))]
 
 
+def until_told(item: Change, found: Iterable[PathFinding]) -> Iterator[PathFinding]:
+    """An arrangement's paths; of the same call no more than tell something new."""
+    for number, path in enumerate(found, 1):
+        yield path
+        if item.name == SAME_CALL.name and number >= REPEATS and path.status != "same":
+            return
+
+
 def seldom_words(found: Iterable[PathFinding], elements: int, repeats: int) -> str:
     """How seldom a call may go wrong without that showing, of calls that agree.
 
@@ -102,10 +110,6 @@ class Rulings:
         if item.promise == "rounding":
             return "rounding"
         return "allowed" if item.name in self.allowed else "bits"
-
-    def enough(self, item: Change, found: Sequence[PathFinding]) -> bool:
-        """Whether more of the same call would tell nothing new."""
-        return item.name == SAME_CALL.name and len(found) >= REPEATS and found[-1].status != "same"
 
     def failed(self, item: Change, differences: Sequence[PathDifference]) -> bool:
         """Whether they are what may not be."""

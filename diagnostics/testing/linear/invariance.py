@@ -24,7 +24,7 @@ from attn_diag.results.linear import LinearDiagnosis
 from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
-from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, words_of
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, until_told, words_of
 from attn_diag.testing.linear.arrangements import (
     LINEAR_ARRANGEMENTS,
     STATES,
@@ -100,7 +100,9 @@ def invariance_linear(
     dropped |= set() if function.takes("initial_state") else {"initial_state", "dfinal_state"}
     base = replace(base, tensors={n: x for n, x in base.tensors.items() if n not in dropped}, source="invariance")
     generator = torch.Generator()
-    run = _Run(LinearSetting(base, function, other, generator, repeats), Rulings(frozenset(allow)), notes, bool(backward))
+    run = _Run(
+        LinearSetting(base, function, other, generator, repeats), Rulings(frozenset(allow)), notes, bool(backward)
+    )
     return run.run(chosen, (b, h, t, d), seed, progress)
 
 
@@ -188,10 +190,7 @@ class _Run:
         paths = item.paths(self.setting)
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
-        found: list[PathFinding] = []
-        for path in paths:
-            if not self.rulings.enough(item, found):
-                found.append(self._path(item, path))
+        found = list(until_told(item, (self._path(item, path) for path in paths)))
         self.rulings.note(item, found)
         return found
 
