@@ -436,10 +436,10 @@ class Scanning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_proj = nn.Linear(WIDTH, 3 * WIDTH)
+        self.in_proj_qkvz = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + mamba2_chunk_scan(*self.in_proj(x).chunk(3, -1))
+        return x + mamba2_chunk_scan(*self.in_proj_qkvz(x).chunk(3, -1))
 
 
 def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -261,7 +261,8 @@ class Unseen:
         found: list[_Candidate] = []
         for name, module in named:
             queries = list(_queries(module))
-            if not (type(module) in met or (queries and (_mentioned(module) & _ATTENDS or _unknown(module)))):
+            attends = queries and (_mentioned(module) & _ATTENDS or _unknown(module))
+            if not (type(module) in met or is_linear(type(module)) or attends):
                 continue
             weights = list(module.parameters())
             # A weight that two modules share says nothing of either.
