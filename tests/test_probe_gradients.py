@@ -18,7 +18,8 @@ Gradients = Callable[[Tensor, tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tens
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    o: Tensor = (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return o
 
 
 def with_backward(change: Gradients) -> Callable[[Tensor, Tensor, Tensor], Any]:
@@ -37,7 +38,7 @@ def with_backward(change: Gradients) -> Callable[[Tensor, Tensor, Tensor], Any]:
                 dq, dk, dv = torch.autograd.grad(attention(*leaves), leaves, do)
             return change(do, (dq, dk, dv))
 
-    return lambda q, k, v: Attention.apply(q, k, v)
+    return lambda q, k, v: Attention.apply(q, k, v)  # type: ignore[no-untyped-call]
 
 
 def run(fn: Callable[..., Any], **options: Any) -> ProbeReport:
