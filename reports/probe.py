@@ -60,7 +60,8 @@ def _first(found: ProbeReport) -> tuple[str, str, list[str]]:
         return (OK if quiet else FAIL), f"probe of {found.source}: see below", []
     if found.outcome == "ok":
         normal = f", but for what is normal in {_family(found)}" if found.normal else ""
-        told = [f"{probed}, tests at level {found.level:g}: no fault{normal}. Gradients were not judged."]
+        told = [f"{probed}, tests at level {found.level:g}: no fault{normal}."]
+        told.append(found.gradients or "Gradients were not judged.")
         return OK, f"{found.source}: it rounds as a sound kernel does", [*told, *found.normal]
     told = [] if found.evidence is None else [found.evidence]
     return FAIL, f"{found.source} ({found.certainty}): {found.suspect}", told

@@ -67,6 +67,27 @@ def test_an_operator_behind_an_autograd_function() -> None:
     assert call.causes["k"][0].operation == "Tensor.mul"
 
 
+@torch.library.custom_op("attn_diag_test::paged_attention", mutates_args={"out"})
+def paged_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    out.copy_(q + k + v)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [paged_attention, torch.ops.attn_diag_test.paged_attention, torch.ops.attn_diag_test.paged_attention.default],
+    ids=["custom_op", "packet", "overload"],
+)
+def test_an_operator_that_writes_what_it_makes_into_an_argument(attend: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=d) for d in (BF16, FP32, BF16))
+    with trace_dtypes() as trace:
+        attend(torch.empty_like(q), q, k, v)
+        attend(k=k, q=q, v=v, out=torch.empty_like(q))
+    found = trace.result()
+    assert found.attention_calls == 2
+    # Not q, which stands where k would without the output before them.
+    assert [call.differing for call in found.calls] == [("k",), ("k",)]
+
+
 def test_a_kernel_that_asserts_is_found_by_its_traceback() -> None:
     q, k, v = halves()
     with pytest.raises(AssertionError), torch.autocast("cpu", BF16), trace_dtypes() as trace:

@@ -303,3 +303,28 @@ def test_a_librarys_splits_are_asked_for_by_its_own_option(monkeypatch: pytest.M
     assert asked == [1, 1, 2, 4]
     (path,) = run("flex_attention", only=["run-to-run", "splits"], backward=False).paths[-1:]
     assert (path.status, path.words) == ("not-run", "no option num_splits")
+
+
+def test_what_goes_wrong_now_and_then_is_found_with_enough_repeats() -> None:
+    """A run says how seldom a fault may be: 1 - 0.05^(1/n) of the calls where n were compared."""
+    calls = 0
+
+    def flaky(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return plain(q, k, v) * (1.25 if calls % 20 == 0 else 1)
+
+    def of_repeats(count: int) -> Invariance:
+        return attn_diag.invariance(flaky, shape=(1, 1, 16, 16), repeats=count, only=["run-to-run"], backward=False)
+
+    short = of_repeats(2)
+    assert short.passed
+    assert "The whole O of 3 calls was compared" in short.notes[-1]
+    assert "in 63 % of a kernel's calls shows in 95 % of such runs" in short.notes[-1]
+    assert "(--repeats 100: 2.9 %)" in short.notes[-1]
+    long = of_repeats(58)
+    assert long.failed == ("run-to-run",)
+    # One that is found is enough.
+    assert len(long.paths) < 20
+    with pytest.raises(InputError, match="repeats must be a positive integer"):
+        of_repeats(0)

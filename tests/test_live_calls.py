@@ -577,3 +577,20 @@ def test_a_batch_of_nothing_is_told_and_the_next_one_is_seen(tmp_path: Path, cap
     assert "Error" not in caplog.text
     assert ["w_q" in capture.tensors for capture in written(recorder)] == [True, True]
     assert len(monitor.history) == 2
+
+
+def test_a_number_below_zero_is_no_layers(tmp_path: Path) -> None:
+    """Zamba2's shared blocks state -1, all of them."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer_idx = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sdpa(x, x, x)
+
+    model = nn.Sequential(nn.Identity(), Attending(), nn.Identity(), Attending())
+    with attn_diag.capture(model, tmp_path):
+        model(torch.randn(1, 2, 16, 16))
+    assert [f.name.split("_")[1] for f in sorted(tmp_path.iterdir())] == ["layer01", "layer03"]

@@ -427,6 +427,44 @@ class Forgetting(Gated):
         return x + parallel_forgetting_attn(*self.given(x)).flatten(2)
 
 
+def mamba2_chunk_scan(hidden_states: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    return hidden_states * (B * C).sum(-1, keepdim=True)
+
+
+class Scanning(nn.Module):
+    """As a Mamba-2 layer: no projection of queries, and a scan that is known by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj_qkvz = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + mamba2_chunk_scan(*self.in_proj_qkvz(x).chunk(3, -1))
+
+
+def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v * (r * k).sum(-1, keepdim=True)
+
+
+class TimeMixing(nn.Module):
+    """As a layer of RWKV: its queries are receptances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + chunk_rwkv6(self.r_proj(x), self.k_proj(x), self.v_proj(x))
+
+
+def test_layers_without_queries_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loss = stack(Scanning(), TimeMixing())
+    watched(model, loss, model, tmp_path)
+    (said,) = set(words(caplog))
+    assert f"0 (Scanning); it calls {__name__}.mamba2_chunk_scan (linear attention): attn_diag.capture_linear" in said
+    assert f"1 (TimeMixing); it calls {__name__}.chunk_rwkv6: not known here." in said
+
+
 def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, loss = stack(GatedLinear(), Forgetting())
     watched(model, loss, model, tmp_path)

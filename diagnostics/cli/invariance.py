@@ -43,6 +43,9 @@ def invariance(
     allow: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Arrangements that may change bits, by rounding alone.")
     ] = None,
+    repeats: Annotated[
+        int, typer.Option(help="How often the same call is made again: more find what goes wrong now and then.")
+    ] = 2,
     schedules: Annotated[
         bool, typer.Option("--schedules/--no-schedules", help="Name the order of keys of paths with other bits.")
     ] = True,
@@ -76,7 +79,7 @@ def invariance(
             found = invariance_linear(
                 kernel, operator, recurrent=recurrent, name=kernel, dtype=kind,
                 shape=None if shape is None else shape_of(shape), backward=backward, only=listed(only),
-                allow=listed(allow) or (), seed=seed, device=device, progress=progress,
+                allow=listed(allow) or (), repeats=repeats, seed=seed, device=device, progress=progress,
             )  # fmt: skip
         delivery.deliver(found, html)
         return 0 if found.passed else 1
@@ -86,8 +89,8 @@ def invariance(
         found = run(
             kernel, name=kernel, dtype=kind,
             shape=DEFAULT_SHAPE if shape is None else shape_of(shape), causal=causal, scale=scale, backward=backward,
-            only=listed(only), allow=listed(allow) or (), schedules=schedules, seed=seed, device=device,
-            progress=progress,
+            only=listed(only), allow=listed(allow) or (), repeats=repeats, schedules=schedules, seed=seed,
+            device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(found, html)
     if found.outcome == "other-function":

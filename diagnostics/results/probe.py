@@ -192,6 +192,9 @@ class ProbeReport(Result):
     """What was found that published kernels do too, or that is too small to add up, in sentences."""
     next: str | None = None
     """What to run next: a command, or a call in Python."""
+    gradients: str | None = None
+    """What one backward showed, or why there was none, in sentences; null: not looked at, as some probes alone were
+    run, or O is at fault."""
     schema: Literal["attn-diag-probe"] = "attn-diag-probe"
     schema_version: Literal[1] = 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance import layouts
-from attn_diag.testing.invariance.ruling import SAME_CALL, Change
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Change, calls_again
 from attn_diag.testing.target import Place, Target
 
 # What must not matter is made so much larger than what matters; no power of two, which a scale may absorb.
@@ -75,6 +75,8 @@ class Setting:
     """(option, value) -> the kernel with that option; None where it has no option that is known."""
     generator: torch.Generator
     """For what replaces what must not matter."""
+    repeats: int = REPEATS
+    """How often the same call is made again."""
 
     def changed(self, change: Callable[[Tensor], Tensor], also: Tensor | None = None) -> CaseInputs:
         """The call with every tensor changed alike; ``also``: with this dO."""
@@ -128,7 +130,7 @@ def filled_memory() -> Iterator[None]:
 
 
 def _again(s: Setting) -> list[Path]:
-    return [Path(f"the {number} call", s.base) for number in ("second", "third")]
+    return [Path(name, s.base) for name in calls_again(s.repeats)]
 
 
 def _other_calls(s: Setting) -> list[Path]:

@@ -26,7 +26,7 @@ from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance.arrangements import ARRANGEMENTS, MOVES, Arrangement, Path, Setting
 from attn_diag.testing.invariance.calls import Calls, LostDeviceError, Outputs, alike, beyond_rounding, compared
 from attn_diag.testing.invariance.distance import Expected, own_error
-from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, until_told, words_of
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
@@ -55,6 +55,7 @@ def invariance(
     backward: bool | None = None,
     only: Sequence[str] | None = None,
     allow: Sequence[str] = (),
+    repeats: int = REPEATS,
     schedules: bool = True,
     seed: int = 0,
     device: str = "auto",
@@ -79,6 +80,7 @@ def invariance(
         only: Names out of ``attn_diag.testing.invariance.arrangements.ARRANGEMENTS``; by default all.
         allow: Arrangements that may change bits within the noise, such as "batch-size" of a kernel that splits the keys
             by how much there is to do.
+        repeats: How often the same call is made again; more find what goes wrong now and then.
         schedules: Name the recipe and order of keys of the call, and of every path with other bits.
         seed: Of the inputs.
         device: auto, cpu or cuda.
@@ -108,7 +110,7 @@ def invariance(
     options = _options(kernel, target, partial(Target.of, name=name, dtype=dtype, head_dim=shape[3], device=where))
     b, h, t, d = shape
     again = Again(kernel if isinstance(kernel, str) else None, DTYPES[dtype], base.causal, alpha, (b, h, t, d))
-    setting = Setting(base, target, options, generator)
+    setting = Setting(base, target, options, generator, repeats)
     run = _Run(target, setting, frozenset(allow), schedules, again, demanded=bool(backward))
     return run.run(chosen, seed, progress)
 
@@ -170,13 +172,14 @@ class _Run:
         found.sort(key=lambda p: p.arrangement != "uninitialised" or not any(d.nonfinite for d in p.differences))
         wrong = beyond_rounding(outputs, expected)
         outcome, headline = self._judged(found, other, wrong)
-        b, h, t, d = base.q.shape
+        if outcome == "pass" and self.target.recipe is None:
+            self.notes.append(seldom_words(found, outputs["o"].numel(), self.setting.repeats))
         return Invariance(
             tool=tool,
             source=self.target.name,
             backend=self.target.backend,
             dtype=DTYPES[base.q.dtype],
-            shape=(b, h, t, d),
+            shape=self.again.shape,
             causal=base.causal,
             scale=base.scale,
             seed=seed,
@@ -211,7 +214,7 @@ class _Run:
         paths = f"after {self.lost} the GPU could not be used" if self.lost else item.paths(self.setting)
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
-        found = [self._path(item, path) for path in paths if not self.lost]
+        found = list(until_told(item, (self._path(item, path) for path in paths if not self.lost)))
         if item.name == SAME_CALL.name and (first := self._of_first_call(found)) is not None:
             return [first]
         self.rulings.note(item, found)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from attn_diag.errors import InputError
 from attn_diag.results.invariance import PathDifference, PathFinding, Promise, Status
 from attn_diag.results.wording import EVERY_SYMBOL, percent, times, together
 
@@ -31,7 +32,48 @@ class Change:
     """See ``PathFinding``."""
 
 
+# How often the same call is made again where nothing else is asked for; and where what happens seldom is looked for.
+REPEATS, _MANY = 2, 100
+# What is said to show does not in so many runs.
+_MISSED = 0.05
 SAME_CALL = Change("run-to-run", "the same call again", "gives something else for the same call", "bits")
+
+
+def calls_again(repeats: int) -> list[str]:
+    """What the calls after the first are called. Raises InputError where there are none."""
+    if not isinstance(repeats, int) or repeats < 1:
+        raise InputError(f"repeats must be a positive integer, got {repeats}")
+    return [*("the second call", "the third call")[:repeats], *(f"call {n}" for n in range(4, repeats + 2))]
+
+
+def until_told(item: Change, found: Iterable[PathFinding]) -> Iterator[PathFinding]:
+    """An arrangement's paths; of the same call no more than tell something new."""
+    for number, path in enumerate(found, 1):
+        yield path
+        if item.name == SAME_CALL.name and number >= REPEATS and path.status != "same":
+            return
+
+
+def seldom_words(found: Iterable[PathFinding], elements: int, repeats: int) -> str:
+    """How seldom a call may go wrong without that showing, of calls that agree.
+
+    What happens in a share p of the calls, whatever they are given, is missed by n calls with probability (1 - p)^n.
+
+    Args:
+        found: Every path.
+        elements: Of the whole O.
+        repeats: How often the same call was made again.
+    """
+    calls = 1 + sum(d.quantity == "o" and d.elements == elements for p in found for d in p.differences)
+
+    def least(n: int) -> str:
+        return percent(1 - _MISSED ** (1 / n), ".2g")
+
+    said = (
+        f"The whole O of {calls} calls was compared: what goes wrong beyond rounding in {least(calls)} of a kernel's "
+        "calls shows in 95 % of such runs, what is rarer in fewer"
+    )
+    return said + ("." if repeats >= _MANY else f" (--repeats {_MANY}: {least(calls - repeats + _MANY)}).")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.reference.linear import OF_HEADS
 from attn_diag.testing.invariance import layouts
 from attn_diag.testing.invariance.arrangements import LOUD, TILE, filled_memory
-from attn_diag.testing.invariance.ruling import SAME_CALL, Change
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Change, calls_again
 from attn_diag.testing.linear.function import LinearFunction
 from attn_diag.testing.target import MisfitError, Place
 
@@ -70,6 +70,8 @@ class LinearSetting:
     """Another function of the operator, for the same mathematics."""
     generator: torch.Generator
     """For what replaces what must not matter."""
+    repeats: int = REPEATS
+    """How often the same call is made again."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -114,7 +116,7 @@ def _rows(stop: int) -> Part:
 
 
 def _again(s: LinearSetting) -> list[LinearPath]:
-    return [LinearPath(f"the {number} call", s.base) for number in ("second", "third")]
+    return [LinearPath(name, s.base) for name in calls_again(s.repeats)]
 
 
 def _other_calls(s: LinearSetting) -> list[LinearPath]:

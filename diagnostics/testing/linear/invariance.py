@@ -24,7 +24,7 @@ from attn_diag.results.linear import LinearDiagnosis
 from attn_diag.results.wording import listed
 from attn_diag.testing.invariance.calls import own_noise
 from attn_diag.testing.invariance.distance import Expected, difference, own_error
-from attn_diag.testing.invariance.ruling import SAME_CALL, Rulings, words_of
+from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, seldom_words, until_told, words_of
 from attn_diag.testing.linear.arrangements import (
     LINEAR_ARRANGEMENTS,
     STATES,
@@ -54,6 +54,7 @@ def invariance_linear(
     backward: bool | None = None,
     only: Sequence[str] | None = None,
     allow: Sequence[str] = (),
+    repeats: int = REPEATS,
     seed: int = 0,
     device: str = "auto",
     name: str | None = None,
@@ -70,6 +71,7 @@ def invariance_linear(
         backward: None compares gradients where autograd gives them, True demands them, False leaves them out.
         only: Names out of ``attn_diag.testing.linear.arrangements.LINEAR_ARRANGEMENTS``; None: all.
         allow: Arrangements that may change bits within the noise.
+        repeats: How often the same call is made again.
         seed: Of the inputs.
         device: auto, cpu or cuda.
         name: What the report calls the kernel.
@@ -98,7 +100,9 @@ def invariance_linear(
     dropped |= set() if function.takes("initial_state") else {"initial_state", "dfinal_state"}
     base = replace(base, tensors={n: x for n, x in base.tensors.items() if n not in dropped}, source="invariance")
     generator = torch.Generator()
-    run = _Run(LinearSetting(base, function, other, generator), Rulings(frozenset(allow)), notes, bool(backward))
+    run = _Run(
+        LinearSetting(base, function, other, generator, repeats), Rulings(frozenset(allow)), notes, bool(backward)
+    )
     return run.run(chosen, (b, h, t, d), seed, progress)
 
 
@@ -135,6 +139,8 @@ class _Run:
         found = self.rulings.with_once(found)
         found.sort(key=lambda p: p.arrangement != "uninitialised" or not any(d.nonfinite for d in p.differences))
         outcome, headline = self._judged(found, self._wrong(outputs))
+        if outcome == "pass" and function.recipe is None:
+            self.notes.append(seldom_words(found, outputs["o"].numel(), self.setting.repeats))
         base = self.setting.base
         return Invariance(
             tool=describe_tool(function.device), source=function.name, backend=function.backend,
@@ -184,7 +190,7 @@ class _Run:
         paths = item.paths(self.setting)
         if isinstance(paths, str):
             return [PathFinding(item.name, item.shows, "", item.promise, "not-run", paths)]
-        found = [self._path(item, path) for path in paths]
+        found = list(until_told(item, (self._path(item, path) for path in paths)))
         self.rulings.note(item, found)
         return found
 

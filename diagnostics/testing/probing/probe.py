@@ -24,6 +24,7 @@ from attn_diag.testing.next_command import USUAL_SHAPE, Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import Pair, Probe, choose
+from attn_diag.testing.probing.gradients import gradient_look, with_gradients
 from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_case, signed_tests
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
@@ -60,6 +61,8 @@ def probe(
 ) -> ProbeReport:
     """Run an attention on inputs whose answer is known, and report its signed defects with their uncertainty.
 
+    Where O has no fault, fn is called once more for its gradients (``gradients.gradient_look``).
+
         attn_diag.probe(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
     Args:
@@ -74,8 +77,8 @@ def probe(
         device: auto, cpu or cuda.
         level: Of the tests after Benjamini-Hochberg.
         seed: Of the inputs.
-        probes: Names out of ``attn_diag.testing.probing.catalogue.PROBES``; by default all. float32 has no cast of
-            P_bar for the normaliser's.
+        probes: Names out of ``attn_diag.testing.probing.catalogue.PROBES``; by default all, and the gradients.
+            float32 has no cast of P_bar for the normaliser's.
         alibi_slopes: Of a kernel with ALiBi, one slope a head: what it adds to the score of query i and key j is
             -slope |i - j|. A recipe is given them; a function has slopes of its own, which must be these. The probes
             "batch", "constant-rows" and the normaliser's are left out.
@@ -83,8 +86,9 @@ def probe(
         progress: Called with (done, total) after each probe.
 
     Raises:
-        InputError: Options cannot be used; fn raises, returns another shape, dtype or device, or changes an input in
-            place; or the scale needs inputs beyond the dtype's range (the message names the probe).
+        InputError: Options cannot be used; fn raises, returns another shape, dtype or device, or changes an input (or,
+            in its backward, dO or O) in place; or the scale needs inputs beyond the dtype's range (the message names
+            the probe).
     """
     where = pick_device(device)
     chosen = _checked(dtype, shape, level, choose(probes), probes is not None, alibi_slopes is not None)
@@ -108,6 +112,10 @@ def probe(
             progress(number + 1, len(chosen))
     judged, family = _judge(findings, level)
     outcome = run.outcome(judged, other, named=isinstance(fn, str))
+    gradients = None
+    if outcome.outcome == "ok" and probes is None:
+        look = gradient_look(run.normal_call()[0], target, draw)
+        outcome, gradients = with_gradients(outcome, look), look.words
     return ProbeReport(
         tool=describe_tool(where),
         source=target.name,
@@ -129,6 +137,7 @@ def probe(
         evidence=outcome.evidence,
         normal=outcome.normal,
         next=outcome.next,
+        gradients=gradients,
     )
 
 

@@ -127,8 +127,8 @@ def _nothing_found(findings: Sequence[ProbeFinding], name: str) -> str:
     judged = "O and L" if with_lse else "O"
     missing = "" if with_lse or not compared else "L did not come; "
     return (
-        f"Nothing was found in {judged} of {name}: {', '.join(seen)}. Not judged: {missing}gradients, and errors of "
-        "either sign that are larger than one rounding's but within the bound (attn-diag inspect measures both)."
+        f"Nothing was found in {judged} of {name}: {', '.join(seen)}. Not judged: {missing}errors of "
+        "either sign that are larger than one rounding's but within the bound (attn-diag inspect measures them)."
     )
 
 

@@ -61,7 +61,7 @@ class CallLog:
 
     def note(self, func: Function, args: Sequence[Any], kwargs: Keywords, error: Exception | None = None) -> None:
         """Record a call that returned, or raised ``error``, if it is attention."""
-        if not self._is_attention(func) or (qkv := _qkv_of(args, kwargs)) is None:
+        if not self._is_attention(func) or (qkv := _qkv_of(func, args, kwargs)) is None:
             return
         # Of PyTorch's own autocast casts all inputs but those in float64.
         autocast = func is _SDPA and all(autocast_dtype(x.device.type) and x.dtype != torch.float64 for x in qkv)
@@ -123,10 +123,17 @@ def is_attention(func: Function) -> bool:
     return bool(_NAME.search(name)) and not _NOT.search(name)
 
 
-def _qkv_of(args: Sequence[Any], kwargs: Keywords) -> Triple | None:
-    """q, k and v of a call: the keywords of these names, else the first three tensors; None where there are none."""
+def _qkv_of(func: Function, args: Sequence[Any], kwargs: Keywords) -> Triple | None:
+    """q, k and v of a call: the keywords of these names, else the first three tensors; None where there are none.
+
+    What an operator writes into is none of them.
+    """
     named = kwargs or {}
-    chosen: list[Any] = [x for x in args if isinstance(x, Tensor)][:3]
+    # Of an operator that was called without an overload's name, the usual one's.
+    schema = getattr(func, "_schema", None) or getattr(getattr(func, "default", None), "_schema", None)
+    stated = getattr(schema, "arguments", ())
+    written = {i for i, x in enumerate(stated) if x.alias_info is not None and x.alias_info.is_write}
+    chosen: list[Any] = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in written][:3]
     for names in _KEYWORDS:
         chosen += [named[name] for name in names[len(chosen) :] if name in named]
     return _triple(chosen)

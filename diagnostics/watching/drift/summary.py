@@ -157,7 +157,7 @@ def _sentences(drift: DtypeDrift) -> tuple[str, ...]:
             f"{elsewhere} other {'operation promotes' if elsewhere == 1 else 'operations promote'} silently, but no "
             "attention call seen here is the wider for it: usual where a residual stream is float32."
         )
-    if not drift.operations:
+    if not drift.operations and not drift.attention_calls:
         found.append("No operation of torch was seen: was anything computed, and in this thread?")
     elif not drift.attention_calls:
         found.append(

@@ -138,6 +138,8 @@ class _Mode(TorchFunctionMode):
         if isinstance(result, Tensor):
             self._calls.note(func, args, kwargs)
             self._note(func, args, kwargs, result)
+        elif result is None:  # an operator that writes into what it is given
+            self._calls.note(func, args, kwargs)
         elif isinstance(result, (tuple, list)) and result.__class__ is not torch.Size:
             if getattr(func, "__name__", "").startswith("_foreach"):
                 # An optimizer's: hundreds of tensors at once, and each keeps its dtype.

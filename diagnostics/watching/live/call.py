@@ -30,8 +30,8 @@ class CallPlace:
     step: int
     """Step of training; see ``Watch`` for when one ends."""
     layer: int
-    """Its number: the module's ``layer_idx``, else the first number in its name, else the order in which layers first
-    appeared."""
+    """Its number: the module's ``layer_idx`` (from 0 on), else the first number in its name, else the order in which
+    layers first appeared."""
     module: str | None
     """The dotted name of the innermost module of the model that makes the call ("" for the model itself); None outside
     the model."""

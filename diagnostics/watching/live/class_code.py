@@ -8,16 +8,22 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from attn_diag.watching.drift.forwards import operand_places
+from attn_diag.watching.live.linear_calls import operator_of
 
 
 def kernels(module: nn.Module) -> dict[str, str]:
-    """Functions of q, k and v that the code of a module's class calls by name, and of the modules in it."""
+    """Functions of q, k and v, or of linear attention, that the code of a module's class, and of those in it, calls."""
     found: dict[str, str] = {}
     for kind in {type(m) for m in module.modules()}:
         for name, function in _named(kind):
-            if operand_places(name, function) is not None:
+            if operand_places(name, function) is not None or operator_of(name) is not None:
                 found[name] = f"{function.__module__}.{function.__qualname__}"
     return found
+
+
+def is_linear(kind: type) -> bool:
+    """Whether the code of a class calls a released function of linear attention."""
+    return any(operator_of(name) is not None for name, _ in _named(kind))
 
 
 def mentions(kind: type) -> frozenset[str]:

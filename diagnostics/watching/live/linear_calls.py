@@ -137,9 +137,9 @@ def replace_functions(
 
 
 def operator_of(name: str) -> str | None:
-    """The operator of a function of flash-linear-attention; None where it has no name of one."""
+    """The operator of a released function; None where it has no name of one."""
     found = _NAME.fullmatch(name)
-    operator = None if found is None else _OPERATORS.get(found[1], found[1])
+    operator = _ELSEWHERE.get(name) if found is None else _OPERATORS.get(found[1], found[1])
     return operator if operator in LINEAR_OPERATORS else None
 
 

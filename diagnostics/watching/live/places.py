@@ -337,8 +337,10 @@ class CallPlaces:
             return known
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self._names.get(id(owner), ""))
         stated = getattr(owner, "layer_idx", None)
-        wanted = stated if isinstance(stated, int) else int(number[1]) if number else len(self._layers)
-        return self._numbered(_key(owner), wanted)
+        # Zamba2's shared blocks state -1.
+        if not isinstance(stated, int) or stated < 0:
+            stated = int(number[1]) if number else len(self._layers)
+        return self._numbered(_key(owner), stated)
 
     def _numbered(self, key: Any, wanted: int) -> int:
         if key not in self._layers:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live import flex_graphs, intercept
-from attn_diag.watching.live.class_code import kernels, mentions, names
+from attn_diag.watching.live.class_code import is_linear, kernels, mentions, names
 from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
 from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
@@ -46,6 +46,8 @@ IN_EAGER = (
     "(code inside a forward has to become one): @attn_diag.observe"
 )
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
+FUSED_SCAN = " (not mamba_ssm's mamba_split_conv1d_scan_combined, which a training step calls where it is installed)"
+OUTSIDE = ", outside of compiled graphs"
 UNKNOWN = (
     "it calls {}: not known here. If that is softmax attention of q, k and v and nothing else, have it seen: "
     "@attn_diag.observe"
@@ -88,7 +90,8 @@ ENGINES = {
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A module that has one of these of its own may attend, though its class is called otherwise; in_proj is Mamba's, too.
-_PROJECTIONS = frozenset(QUERY_NAMES + FUSED_NAMES) - {"in_proj"}
+_QUERIES = frozenset(QUERY_NAMES + FUSED_NAMES + ("r_proj",))  # the last one is RWKV's
+_PROJECTIONS = _QUERIES - {"in_proj"}
 _ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
 
 
@@ -216,11 +219,13 @@ class Unseen:
         return f"attention is {seen}, which train: {names}{more} ({kind}); {self._advice(unmet[0])}"
 
     def _advice(self, one: _Candidate) -> str:
-        if not self._compiled(one):
-            unknown = _unknown(one.module)
-            linear = {name: path for name, path in unknown.items() if operator_of(name) is not None}
-            words = LINEAR if linear else UNKNOWN if unknown else IN_EAGER
-            return words.format(", ".join(sorted((linear or unknown).values())))
+        unknown, compiled = _unknown(one.module), self._compiled(one)
+        if linear := [path for name, path in unknown.items() if operator_of(name) is not None]:
+            fused = any("split_conv1d_scan" in name for name in _mentioned(one.module))
+            words = LINEAR.format(", ".join(sorted(linear)))
+            return words + FUSED_SCAN * fused + OUTSIDE * compiled
+        if not compiled:
+            return UNKNOWN.format(", ".join(sorted(unknown.values()))) if unknown else IN_EAGER
         if isinstance(one.module, nn.MultiheadAttention):
             return MULTI_HEAD_IN_GRAPH
         config = getattr(one.module, "config", None)
@@ -244,7 +249,7 @@ class Unseen:
         assert self._model is not None
         met = {type(m) for m in self._model.modules() if id(m) in self._places.met}
         every = [(name, m) for name, m in self._model.named_modules() if not isinstance(m, _LISTS)]
-        named = [(name, m) for name, m in every if is_attention_by_name(m) or _projects(m)]
+        named = [(name, m) for name, m in every if is_attention_by_name(m) or _projects(m) or is_linear(type(m))]
         # The calls of a graph that holds one of them are that one's.
         for root in (m for m in self._model.modules() if id(m) in self._places.most):
             inside = {m for _, m in named}.intersection(root.modules())
@@ -256,7 +261,8 @@ class Unseen:
         found: list[_Candidate] = []
         for name, module in named:
             queries = list(_queries(module))
-            if not (type(module) in met or (queries and (_mentioned(module) & _ATTENDS or _unknown(module)))):
+            attends = queries and (_mentioned(module) & _ATTENDS or _unknown(module))
+            if not (type(module) in met or is_linear(type(module)) or attends):
                 continue
             weights = list(module.parameters())
             # A weight that two modules share says nothing of either.
@@ -327,7 +333,7 @@ def _parents(model: nn.Module) -> dict[int, nn.Module]:
 def _queries(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a query projection, whatever class it has (an adapter's, say)."""
     for name, child in module.named_modules():
-        if name.rpartition(".")[2].lower() in QUERY_NAMES + FUSED_NAMES:
+        if name.rpartition(".")[2].lower() in _QUERIES:
             yield from child.parameters()
     for name in ("in_proj_weight", "q_proj_weight"):
         if isinstance(parameter := getattr(module, name, None), nn.Parameter):
