@@ -345,8 +345,8 @@ class CaptureJob:
     def _quantities(self, name: str, head: int, parts: list[HeadMeasurement]) -> list[QuantityVerdict]:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients, found = head // self.group, self.key_sums.get(name, {}), list[QuantityVerdict]()
-        asked, known = name in self.capture.observations and not self.assumptions.refused, self.recognised.get(name)
-        coarse = self.unnamed.coarse(name, parts, known) if asked else coarse_words(self._recipe(name))
+        asked, first = name in self.capture.observations and not self.assumptions.refused, self.recognised.get(name)
+        coarse = self.unnamed.coarse(name, parts, first) if asked else coarse_words(self._recipe(name))
         explain = partial(self.patterns.explain, name, head) if asked else None
         for quantity in judging.CAPTURED:
             if quantity in KEYED:
