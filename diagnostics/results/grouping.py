@@ -124,9 +124,11 @@ def _cause(label: Kind, group: Sequence[Entry]) -> object:
 
 
 def _site(group: Sequence[Entry]) -> str | None:
-    named = Counter(observation.coarse for _, observation, _ in group if observation.coarse is not None)
-    if named:
-        return named.most_common(1)[0][0]
+    # Names of sites are one word; what O's bits show of a head are several.
+    shown = [q.site for _, _, h in group for q in _answered(h, "lossy") if q.quantity == "o" and q.site is not None]
+    known = [o.coarse for _, o, _ in group if o.coarse is not None] or [site for site in shown if " " in site]
+    if known:
+        return Counter(known).most_common(1)[0][0]
     if {q.site for _, _, head in group for q in _answered(head, "lossy")} != {"gradient_accumulator"}:
         return None
     names = {q.quantity for _, _, head in group for q in head.quantities if q.site == "gradient_accumulator"}
@@ -138,11 +140,9 @@ def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:
 
 
 def _errors(head: HeadDiagnosis, gradient: Literal["dq", "dw_q"]) -> float | None:
-    error = getattr(head.propagation, gradient)
-    if error is None:
+    if (error := head.propagation.dq if gradient == "dq" else head.propagation.dw_q) is None:
         return None
-    found: float | None = error.predicted_relative_error if error.relative_error is None else error.relative_error
-    return found
+    return error.predicted_relative_error if error.relative_error is None else error.relative_error
 
 
 def _factor(head: HeadDiagnosis) -> float | None:
