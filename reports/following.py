@@ -77,7 +77,8 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
 def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     """What to do about a finding, and what the next command shows."""
     if _MERGED.fullmatch(finding.worst.source) is not None:
-        found = "shows where and how" if finding.label in ("wrong", "nonfinite") else "may name the rounding"
+        unnamed = "may name the rounding" if finding.site is None else "shows its heads alone"
+        found = "shows where and how" if finding.label in ("wrong", "nonfinite") else unnamed
         return f"judge each rank by itself, which {found}"
     if finding.label == "unjudged":
         return "if the kernel is meant to do that" if fitting(finding) else "see what was tried"

@@ -51,6 +51,7 @@ def said(tensors: dict[str, Any]) -> list[Said]:
 
 
 LSE, PLAIN = "from-l:fused:low", "unfused:scores:cast"
+KNOWN = {LSE: {None, "lse"}, PLAIN: {"unfused"}, "fa2": {None}}
 
 
 @pytest.mark.parametrize("recipes", [(LSE, LSE, PLAIN, "fa2"), ("fa2", PLAIN, PLAIN, LSE)])
@@ -61,9 +62,6 @@ def test_heads_are_told_what_they_are_told_alone(recipes: tuple[str, ...]) -> No
     assert together == alone
     sites = {recipe: {site for _, _, site, _ in of_head} for recipe, of_head in zip(recipes, together, strict=True)}
     assert sites == {recipe: KNOWN[recipe] for recipe in recipes}
-
-
-KNOWN = {LSE: {None, "lse"}, PLAIN: {"unfused"}, "fa2": {None}}
 
 
 @pytest.mark.parametrize("recipe", [LSE, PLAIN])
