@@ -64,11 +64,12 @@ SAID = {
     ),
     "one_rank": (
         "LOSSY: layer 2, all 4 heads, step 500, on rank 2 alone; not found in the same heads on ranks 0, 1 and 3 (the "
-        "kernel's fault)", "95 % interval", "only step 500 was looked at; inspect an earlier step too",
+        "kernel's fault: scores in BF16)", "95 % interval", "only step 500 was looked at; inspect an earlier step too",
         "judge each rank by itself, which shows its heads alone: attn-diag inspect one_rank --no-merge-ranks --layer 2",
     ),
     "one_tensor_rank": (
-        "LOSSY: layer 2, heads 4-5, step 500; rank 2 alone holds these heads (the kernel's fault)", "95 % interval",
+        "LOSSY: layer 2, heads 4-5, step 500; rank 2 alone holds these heads (the kernel's fault: scores in BF16)",
+        "95 % interval",
         "attn-diag inspect one_tensor_rank",
     ),
     "mixed_kernels": (
