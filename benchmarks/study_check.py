@@ -38,6 +38,7 @@ from attn_diag.results.check import CheckedBias, CheckedCase, Size
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
+from attn_diag.testing.stated import Stated
 from attn_diag.testing.target import Target, emulate
 
 LEVEL = 0.01
@@ -91,7 +92,7 @@ def run_of(kernel: str, names: list[str], plant: float, seed: int) -> Run:
     recipe = attn_diag.preset("fa2")
     found = {}
     for name in names:
-        case = suite.draw(name, seed, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+        case = suite.draw(name, seed, dtype=torch.bfloat16, head_dim=64, stated=Stated("none", 0.125))
         outputs, _ = subject.run(case)
         if plant:
             outputs = {"o": nudged(outputs["o"], plant, torch.Generator().manual_seed(seed))}
@@ -111,7 +112,7 @@ def found_in(kernel: str, causal: Causal, names: list[str], seed: int = 0) -> di
     """Without a baseline: case -> "kind quantity" of each failure of a planted kernel."""
     found = {}
     for name in names:
-        case = suite.draw(name, seed, dtype=torch.bfloat16, causal=causal, head_dim=64, scale=0.125)
+        case = suite.draw(name, seed, dtype=torch.bfloat16, head_dim=64, stated=Stated(causal, 0.125))
         assert case.do is not None
         inputs = Inputs(case.q, case.k, case.v, case.do, scale=case.scale, causal=causal, name=name)
         plan = kernel.removeprefix("healthy: ")

@@ -45,6 +45,8 @@ _KINDS = {
     "growth": "less accurate than the baseline's",
     "bits": "other in its bits than the baseline's",
 }
+# Patterns of where an error is, or of its size.
+_PLACES = ("elements", "factor", "features", "keys", "off", "rounding", "rows", "sign")
 _NAMES = {**EVERY_SYMBOL, "lse": "L (lse)"}
 # Of linear attention the columns that are told; --json has all.
 _OF_LINEAR = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta")
@@ -141,8 +143,9 @@ def _what(found: CheckReport, first: Failure) -> str:
     if first.kind in ("fit", "invariance"):
         return first.message.partition(": ")[2] or first.message
     if first.kind == "wrong":
-        patterns = _patterns(found, first)
-        pattern = f", of which {patterns[0].words}" if patterns else ", which no rounding makes"
+        wrong = [f for f in found.failures if f.kind == "wrong" and f.quantity == first.quantity]
+        known = sorted((p for f in wrong for p in _patterns(found, f)[:1]), key=_tells_less)
+        pattern = f", of which {known[0].words}" if known else ", which no rounding makes"
         return f"{name} is wrong{_in_cases(found, 'wrong')}{pattern}"
     if (shared := _shared_error(found, first)) is not None:
         return f"of {name} {shared}{_also_wrong(beside)}"
@@ -161,6 +164,11 @@ def _patterns(found: CheckReport, failure: Failure) -> tuple[Pattern, ...]:
     case = next((c for c in found.cases if c.name == failure.case), None)
     known = [] if case is None else [v for v in case.quantities if v.quantity == failure.quantity and v.patterns]
     return known[0].patterns if known else ()
+
+
+def _tells_less(pattern: Pattern) -> tuple[bool, bool]:
+    """What says where an error is, or how large, tells less than how it is made; some rows tell less than all."""
+    return pattern.kind in _PLACES, not pattern.words.startswith("all ")
 
 
 def _shared_error(found: CheckReport, first: Failure) -> str | None:

@@ -13,7 +13,7 @@ from attn_diag.reports.charts import Gallery, Section
 from attn_diag.reports.html import gallery_document
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.invariance import Invariance, PathFinding
-from attn_diag.results.wording import EVERY_SYMBOL, percent, times
+from attn_diag.results.wording import EVERY_SYMBOL, function_words, percent, times
 
 # The gravest first; of an arrangement with several paths the table's line has the gravest.
 _WORDS = {
@@ -90,8 +90,10 @@ def _rows(paths: Sequence[PathFinding]) -> Iterator[tuple[str, ...]]:
 
 def _about(found: Invariance) -> str:
     b, h, t, d = found.shape
-    kind = f"causal {found.causal}" if found.operator is None else found.operator
-    return f"B={b} H={h} T={t} D={d} {found.dtype}, {kind}, scale {found.scale:g}; {found.backend}; seed {found.seed}"
+    kind = f"{found.operator}, scale {found.scale:g}"
+    if found.operator is None:
+        kind = function_words(found.causal, found.scale, found.window, found.softcap)
+    return f"B={b} H={h} T={t} D={d} {found.dtype}, {kind}; {found.backend}; seed {found.seed}"
 
 
 def _itself(found: Invariance) -> str:

@@ -26,6 +26,7 @@ from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import judge
 from attn_diag.testing.regression.figures import Measured, measure_case
+from attn_diag.testing.stated import Stated
 from attn_diag.testing.target import emulate
 
 pytestmark = pytest.mark.slow
@@ -152,7 +153,7 @@ SEEDS, LEVEL, SEQUENCES = 100, 0.01, 8
 
 
 def small(seed: int) -> CaseInputs:
-    case = suite.draw("normal", seed, dtype=torch.bfloat16, causal="none", head_dim=16, scale=0.25, length=64)
+    case = suite.draw("normal", seed, dtype=torch.bfloat16, head_dim=16, stated=Stated("none", 0.25), length=64)
     cut = {n: x[:SEQUENCES] for n in ("q", "k", "v", "do") if (x := getattr(case, n)) is not None}
     return replace(case, **cut)
 
@@ -320,8 +321,8 @@ def test_coarse_scores_are_found_without_a_baseline(case: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(32, torch.bfloat16), (128, torch.float16)])
 def test_the_real_head_has_any_head_dimension_and_scale(head_dim: int, dtype: torch.dtype) -> None:
-    case = suite.draw(suite.REAL_HEAD, 0, dtype=dtype, causal="top-left", head_dim=head_dim, scale=0.3)
-    own = suite.draw(suite.REAL_HEAD, 1, dtype=torch.bfloat16, causal="top-left", head_dim=64, scale=0.125)
+    case = suite.draw(suite.REAL_HEAD, 0, dtype=dtype, head_dim=head_dim, stated=Stated("top-left", 0.3))
+    own = suite.draw(suite.REAL_HEAD, 1, dtype=torch.bfloat16, head_dim=64, stated=Stated("top-left", 0.125))
     scores, expected = (c.q.double() @ c.k.double().mT * c.scale for c in (case, own))
     assert expected.abs().max() > 35
     # Its scores live in few directions: half of the features lose a tenth of them, a rotation nothing but bits.
@@ -409,7 +410,7 @@ def test_a_backward_that_truncates_is_named(baseline: Path) -> None:
 
 
 def test_stored_observations_are_judged_and_not_run(tmp_path: Path) -> None:
-    case = suite.draw("normal", 0, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+    case = suite.draw("normal", 0, dtype=torch.bfloat16, head_dim=64, stated=Stated("none", 0.125))
     good, bad = (emulate(r, case, CPU) for r in (FA2, PLANTED["truncating cast"][0]))
     inputs = {"q": case.q, "k": case.k, "v": case.v, "do": case.do}
     captures = [
@@ -446,7 +447,7 @@ def test_an_error_of_the_same_size_is_no_explanation() -> None:
 
 
 def test_captures_are_inputs_too() -> None:
-    case = suite.draw("normal", 5, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+    case = suite.draw("normal", 5, dtype=torch.bfloat16, head_dim=64, stated=Stated("none", 0.125))
     one = attn_diag.Capture.from_tensors({"q": case.q[:1], "k": case.k[:1], "v": case.v[:1]})
     found = attn_diag.check("sdpa", cases=["normal"], captures=[one], backward=False, device="cpu")
     assert found.passed
@@ -487,7 +488,7 @@ def test_targets_that_are_no_kernel(target: object) -> None:
 
 @pytest.mark.parametrize("name", suite.BUILDERS)
 def test_cases_have_16_independent_sequences_and_draws_of_their_own(name: str) -> None:
-    options = {"dtype": torch.bfloat16, "causal": "top-left", "head_dim": 32, "scale": 32**-0.5}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 32, "stated": Stated("top-left", 32**-0.5)}
     draws = [suite.draw(name, seed, **options) for seed in (0, 0, 1)]
     assert draws[0].q.shape == (16, 1, 192, 32)
     assert draws[0].fingerprint == draws[1].fingerprint != draws[2].fingerprint

@@ -19,6 +19,7 @@ from attn_diag.testing.hunting.hunt import declaring, drawn_capture
 from attn_diag.testing.hunting.inputs import Material
 from attn_diag.testing.hunting.judging import CPU, CaseJudge
 from attn_diag.testing.replaying.processes import Ran
+from attn_diag.testing.stated import Stated
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("check_declared")]
 FA3 = "fa3-fp8"
@@ -102,7 +103,7 @@ def test_the_command(run: Run) -> None:
 
 class TestHunt:
     def verdict(self, plan: Plan, declared: str | None, name: str = "mine:kernel") -> set[str]:
-        material = Material.of(declaring(drawn_capture("top-left", seed=2), declared))
+        material = Material.of(declaring(drawn_capture(Stated("top-left", 0.125), seed=2), declared))
         case = replace(material.build(material.as_captured), causal="top-left")
         assert case.do is not None
         outputs = attend(plan, case.q, case.k, case.v, case.do)

@@ -20,6 +20,7 @@ from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import closer, documented, figures, judge
 from attn_diag.testing.regression.cases import draw
 from attn_diag.testing.regression.figures import ErrorSize, Measured
+from attn_diag.testing.stated import Stated
 from attn_diag.testing.target import emulate
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_a_factor_is_held_against_a_baselines_of_the_same_inputs_alone(same_inpu
 
 def test_what_is_a_documented_kernels_own_factor_is_no_bias() -> None:
     """dS multiplies the cast P; where all rows are alike its casts err to one side, and dK is 1.002 times the truth."""
-    case = draw("constant-rows", 0, dtype=torch.bfloat16, causal="none", head_dim=64, scale=0.125)
+    case = draw("constant-rows", 0, dtype=torch.bfloat16, head_dim=64, stated=Stated("none", 0.125))
     assert case.do is not None
     case = replace(case, q=case.q[:2], k=case.k[:2], v=case.v[:2], do=case.do[:2])
     other = emulate(preset("fa2"), case, CPU)
@@ -105,7 +106,7 @@ def test_what_is_a_documented_kernels_own_factor_is_no_bias() -> None:
 @pytest.mark.parametrize("factor", [8.0, 2.5, -1.0, 0.0])
 def test_a_gradient_that_is_many_times_too_long_is_no_documented_error(factor: float) -> None:
     """What is left beside a published kernel's is measured by that one's length, not by the wrong one's."""
-    case = draw("normal", 0, dtype=torch.bfloat16, causal="top-left", head_dim=32, scale=0.2)
+    case = draw("normal", 0, dtype=torch.bfloat16, head_dim=32, stated=Stated("top-left", 0.2))
     assert case.do is not None
     case = replace(case, q=case.q[:1], k=case.k[:1], v=case.v[:1], do=case.do[:1])
     other = emulate(preset("fa2"), case, CPU)
@@ -125,11 +126,11 @@ def test_a_gradient_that_is_many_times_too_long_is_no_documented_error(factor: f
 def test_the_next_command_judges_what_failed(quantity: str, kind: Kind, target: str | None, command: str) -> None:
     """``probe`` judges no gradient."""
     failure = Failure(kind, "normal", quantity, "normal: dQ")
-    assert closer.of_kernel(failure, "normal", Again(target, "fp16", "none", 0.125), None) == command
+    assert closer.of_kernel(failure, "normal", Again(target, "fp16", Stated("none", 0.125)), None) == command
 
 
 def test_a_single_row_that_is_off_is_no_row_sum_that_is_rounded() -> None:
-    case = draw("normal", 0, dtype=torch.float16, causal="top-left", head_dim=64, scale=0.125)
+    case = draw("normal", 0, dtype=torch.float16, head_dim=64, stated=Stated("top-left", 0.125))
     case = replace(case, q=case.q[:4], k=case.k[:4], v=case.v[:4], do=None)
     found = row_factor(case, attention(case.q, case.k, case.v, torch.bfloat16), CPU)
     assert found is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 import attn_diag
 from attn_diag.errors import InputError
 from attn_diag.testing.regression import cases as suite
+from attn_diag.testing.stated import Stated
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def test_baselines_of_two_lengths_are_two(tmp_path: Path) -> None:
 
 def test_the_real_head_is_cut_and_never_stretched() -> None:
     def drawn(length: int) -> Tensor:
-        return suite.Asked(torch.bfloat16, "top-left", 64, 0.125, 0, length).draw(suite.REAL_HEAD).k
+        return suite.Asked(torch.bfloat16, Stated("top-left", 0.125), 64, 0, length).draw(suite.REAL_HEAD).k
 
     assert torch.equal(drawn(128), drawn(192)[:, :, :128])
     with pytest.raises(InputError, match="real-head has 192 rows, and no 256: leave it out"):

@@ -36,6 +36,7 @@ from attn_diag.testing.hunting.shrinking import shrink
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.replaying.processes import Ran
 from attn_diag.testing.replaying.worker import ended
+from attn_diag.testing.stated import Stated
 from attn_diag.testing.target import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
@@ -72,7 +73,7 @@ class InProcess:
 
 
 def searched(name: str, *axes: str, fixed: bool = False, causal: str | None = None, **first: Any) -> Search:
-    material = Material.of(drawn_capture(first.pop("mask", "none")))
+    material = Material.of(drawn_capture(Stated.of(first.pop("mask", "none"), None, 64)))
     pool = cast("Any", InProcess(hunted_kernels.PLANTED[name], causal))
     runner = Runner(material, pool, CaseJudge("planted", fixed, CPU), time.monotonic() + 3000, 1000)
     search = Search(runner, axes, cuda=False, fixed=fixed, seed=0)

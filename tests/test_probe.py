@@ -44,6 +44,7 @@ from attn_diag.testing.probing.catalogue import PROBES
 from attn_diag.testing.probing.inputs import Draw, cast_gap
 from attn_diag.testing.probing.pointers import matches_prediction
 from attn_diag.testing.probing.probe import MIN_HEADS
+from attn_diag.testing.stated import Stated
 
 pytestmark = pytest.mark.slow
 
@@ -343,7 +344,7 @@ def test_wrong_assumptions_are_named() -> None:
     unscaled = kernel(scale=SHAPE[3] ** 0.5)
     found = run(unscaled, probes=["normal"])
     assert not found.assumptions.ok
-    assert found.assumptions.fits == "scale 1, causal none"
+    assert found.assumptions.fits == "causal none, scale 1"
     assert "probe it so" in found.summary[0]
     assert run(unscaled, probes=["normal"], scale=1.0).labels == {"exact"}
 
@@ -357,7 +358,7 @@ def test_same_seed_same_report_and_probes_do_not_disturb_each_other() -> None:
 
 
 def test_the_builders_see_no_future_key() -> None:
-    draw = Draw(1, 2, 33, 16, torch.bfloat16, 0.25, True, torch.Generator().manual_seed(0))
+    draw = Draw(1, 2, 33, 16, torch.bfloat16, Stated("top-left", 0.25), torch.Generator().manual_seed(0))
     assert (draw.visible_key() <= torch.arange(33)).all()
 
 

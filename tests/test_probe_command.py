@@ -64,7 +64,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "level": (kernel(), {"level": 0}, "level must lie between 0 and 1"),
     "scale": (kernel(), {"scale": -1}, "scale must be a positive number"),
     "causal": (kernel(), {"causal": "left"}, "causal must be none, top-left"),
-    "normaliser": (kernel(), {"dtype": torch.float32, "probes": ["normaliser-up"]}, "need a 16-bit dtype"),
+    "normaliser": (kernel(), {"dtype": torch.float32, "probes": ["normaliser-up"]}, "no probe of float32"),
     "cuda": (kernel(), {"device": "tpu"}, "device must be auto, cpu or cuda"),
 }
 

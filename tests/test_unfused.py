@@ -20,6 +20,7 @@ from attn_diag.results.quality import QuantityVerdict
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression.cases import draw
+from attn_diag.testing.stated import Stated
 from attn_diag.testing.target import Attention, Target
 
 
@@ -47,7 +48,7 @@ def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def case_of(name: str, dtype: torch.dtype, sequences: slice) -> CaseInputs:
     """Some sequences of 192 rows of a case of ``check``."""
-    case = draw(name, 0, dtype=dtype, causal="top-left", head_dim=64, scale=0.125)
+    case = draw(name, 0, dtype=dtype, head_dim=64, stated=Stated("top-left", 0.125))
     assert case.do is not None
     return replace(case, q=case.q[sequences], k=case.k[sequences], v=case.v[sequences], do=case.do[sequences])
 

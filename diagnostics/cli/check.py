@@ -13,7 +13,7 @@ from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
 from attn_diag.cli.hunting import Hunting, refuse_beside_hunt
 from attn_diag.cli.linear import Operator, linear_asked, linear_captures, refuse_softmax
-from attn_diag.cli.options import Declared, Device, ObservationName, command, listed, open_captures
+from attn_diag.cli.options import Declared, Device, Limits, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def check(
     ] = None,
     length: Annotated[int | None, typer.Option(help="T of the suite's inputs (default 192).")] = None,
     scale: Annotated[float | None, typer.Option(help="What the kernel uses (default 1/sqrt(D)).")] = None,
+    limits: Limits,
     backward: Annotated[
         bool | None,
         typer.Option("--backward/--no-backward", help="Demand gradients, or leave them out (default: if any)."),
@@ -85,7 +86,7 @@ def check(
         from attn_diag.testing.linear.check import check_linear
 
         softmax = {"--causal": causal != "none", "--scale": scale, "--declared": declared, "--out": hunting.out}
-        refuse_softmax(softmax | {"--length": length, "--hunt": hunting.hunt})
+        refuse_softmax(softmax | limits.given() | {"--length": length, "--hunt": hunting.hunt})
         with progress_bar("cases") as progress:
             found = check_linear(
                 linear_captures([target]) or target, operator, baseline=baseline, save=save, update=update,
@@ -98,13 +99,15 @@ def check(
     inputs = open_captures(capture)[0] if capture else []
     if hunting.hunt:
         from attn_diag.testing.hunting.hunt import declaring, drawn_capture
+        from attn_diag.testing.stated import Stated
 
         refuse_beside_hunt(
             {"--baseline": baseline, "--cases": cases, "--observation": observation, "--junit": junit, "--save": save,
              "--update": update, "--exact": exact, "--length": length,
              "--backward or --no-backward": backward is not None}
         )  # fmt: skip
-        drawn = drawn_capture(causal, scale, dtype=kind, head_dim=head_dim, seed=seed)
+        stated = Stated.of(causal, scale, head_dim, limits.band(), limits.softcap)
+        drawn = drawn_capture(stated, dtype=kind, head_dim=head_dim, seed=seed)
         started = [declaring(capture, declared) for capture in inputs or [drawn]]
         hunted = hunting.run(target, lambda: started, device=device, delivery=delivery)
         return 0 if hunted.passed else 1
@@ -112,7 +115,8 @@ def check(
         found = run(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
             observation=observation, exact=exact, dtype=kind, causal=causal, head_dim=head_dim,
-            length=LENGTH if length is None else length, scale=scale, backward=backward, seed=seed, level=level,
+            length=LENGTH if length is None else length, scale=scale, window=limits.band(), softcap=limits.softcap,
+            backward=backward, seed=seed, level=level,
             device=device, declared=declared, folder=hunting.out, progress=progress,
         )  # fmt: skip
     return _told(found, delivery, junit, github=github)

@@ -8,7 +8,7 @@ import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
 from attn_diag.cli.linear import Operator, refuse_softmax
-from attn_diag.cli.options import Device, Html, command, listed, shape_of
+from attn_diag.cli.options import Device, Html, Limits, command, listed, shape_of
 from attn_diag.errors import InputError
 
 
@@ -35,6 +35,7 @@ def invariance(
     ] = None,
     causal: Annotated[str, typer.Option(help="What the kernel masks: none, top-left or bottom-right.")] = "none",
     scale: Annotated[float | None, typer.Option(help="What it uses (default 1/sqrt(D)).")] = None,
+    limits: Limits,
     backward: Annotated[
         bool | None,
         typer.Option("--backward/--no-backward", help="Demand gradients, or leave them out (default: if any)."),
@@ -74,7 +75,8 @@ def invariance(
     if operator is not None:
         from attn_diag.testing.linear.invariance import invariance_linear
 
-        refuse_softmax({"--causal": causal != "none", "--scale": scale, "--no-schedules": not schedules})
+        softmax = {"--causal": causal != "none", "--scale": scale, "--no-schedules": not schedules}
+        refuse_softmax(softmax | limits.given())
         with progress_bar("arrangements") as progress:
             found = invariance_linear(
                 kernel, operator, recurrent=recurrent, name=kernel, dtype=kind,
@@ -88,7 +90,8 @@ def invariance(
     with progress_bar("arrangements") as progress:
         found = run(
             kernel, name=kernel, dtype=kind,
-            shape=DEFAULT_SHAPE if shape is None else shape_of(shape), causal=causal, scale=scale, backward=backward,
+            shape=DEFAULT_SHAPE if shape is None else shape_of(shape), causal=causal, scale=scale,
+            window=limits.band(), softcap=limits.softcap, backward=backward,
             only=listed(only), allow=listed(allow) or (), repeats=repeats, schedules=schedules, seed=seed,
             device=device, progress=progress,
         )  # fmt: skip

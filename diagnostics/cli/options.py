@@ -76,6 +76,16 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
     return run
 
 
+def window_of(given: str | None) -> tuple[int, int] | None:
+    """LEFT,RIGHT as two integers. Raises InputError where it is not."""
+    from attn_diag.captures.metadata import parse_window
+
+    try:
+        return None if given is None else parse_window(given)
+    except ValueError:
+        raise InputError(f"--window must be LEFT,RIGHT (two integers), got {given!r}") from None
+
+
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -100,20 +110,37 @@ class Overrides:
 
     def metadata(self) -> dict[str, Any]:
         """Keywords of Metadata.override. Raises InputError for a window that is none."""
-        from attn_diag.captures.metadata import parse_window
-
-        try:
-            window = None if self.window is None else parse_window(self.window)
-        except ValueError:
-            raise InputError(f"--window must be LEFT,RIGHT (two integers), got {self.window!r}") from None
         return {
-            "layout": self.layout, "causal": self.causal, "scale": self.scale, "window": window,
+            "layout": self.layout, "causal": self.causal, "scale": self.scale, "window": window_of(self.window),
             "softcap": self.softcap, "lse_base": self.lse_base, "declared": self.declared,
         }  # fmt: skip
 
     def given(self) -> dict[str, object]:
         """What the command line says, by the option's name."""
         return {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel leaves out of its softmax, besides what causality masks."""
+
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window", metavar="LEFT,RIGHT", help="Of row t it sees the keys t-LEFT to t+RIGHT alone (-1: all there)."
+        ),
+    ] = None
+    softcap: Annotated[
+        float | None, typer.Option("--softcap", metavar="C", help="Its scores are C tanh(scale q.k / C).")
+    ] = None
+
+    def band(self) -> tuple[int, int] | None:
+        """The window. Raises InputError for one that is none."""
+        return window_of(self.window)
+
+    def given(self) -> dict[str, object]:
+        """What the command line says, by the option's name."""
+        return {"--window": self.window, "--softcap": self.softcap}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Level, command, labels, listed, shape_of
+from attn_diag.cli.options import Device, Level, Limits, command, labels, listed, shape_of
 from attn_diag.errors import InputError
 
 
@@ -25,6 +25,7 @@ def probe(
     shape: Annotated[str | None, typer.Option(metavar="B,H,T,D", help="Of one call (default 4,4,384,64).")] = None,
     causal: Annotated[str, typer.Option(help="What fn masks: none, top-left or bottom-right.")] = "none",
     scale: Annotated[float | None, typer.Option(help="What fn uses (default 1/sqrt(D)).")] = None,
+    limits: Limits,
     alibi_slopes: Annotated[
         str | None, typer.Option(metavar="S,S,…", help="Of a kernel with ALiBi: its slopes, one a head.")
     ] = None,
@@ -56,6 +57,7 @@ def probe(
         found = run(
             target, name=target, dtype=dtypes[dtype], causal=causal,
             shape=DEFAULT_SHAPE if shape is None else shape_of(shape), scale=scale, probes=listed(probes), seed=seed,
+            window=limits.band(), softcap=limits.softcap,
             alibi_slopes=None if alibi_slopes is None else _numbers(alibi_slopes),
             level=level, device=device, progress=progress,
         )  # fmt: skip

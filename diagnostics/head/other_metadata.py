@@ -17,6 +17,7 @@ from attn_diag.head.output_fit import OutputFit, out_fit
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.read import read_float64, read_head
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.head.softcap_fit import fitted_softcap
 from attn_diag.head.usual_readings import BEFORE_THE_SCALE, USUAL_SOFTCAPS, usual_windows
 
 # Another reading is named where it leaves so little of the stated one's error: one that is a little nearer explains
@@ -81,7 +82,7 @@ def better_reading(capture: Capture, observation: str, device: torch.device, sta
             found = reading
     near = scaled_reading(found, observation, device, best.error if best else _EXPLAINS * stated.error)
     if best is None or near is None:
-        return near or best
+        return near or best or _capped_reading(capture, observation, device, stated)
     was, named, fitted = (m.scale or capture.scale for m in (capture.metadata, best.metadata, near.metadata))
     # In a coarse format a scale with a name may fit about as well as the one that it is.
     by_chance = named != was and abs(fitted / named - 1) > _SAME_SCALE
@@ -103,6 +104,17 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
     if none is not None and none.error <= _ALIKE * other.error:
         return None
     return OtherMetadata(metadata, f"scale={fit.named}", other.error)
+
+
+def _capped_reading(
+    capture: Capture, observation: str, device: torch.device, stated: OutputFit
+) -> OtherMetadata | None:
+    """The softcap that O fits, of all; None where none explains its error."""
+    fitted = fitted_softcap(capture, observation, device)
+    if fitted is None or fitted[1].error > explained(stated, fitted[1]):
+        return None
+    cap = float(f"{fitted[0]:.4g}")
+    return OtherMetadata(replace(capture.metadata, softcap=cap), f"softcap={cap:g}", fitted[1].error)
 
 
 def _readings(capture: Capture) -> Iterator[tuple[Capture, str]]:

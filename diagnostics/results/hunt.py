@@ -195,5 +195,5 @@ class Hunt(Result):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+        """Whether nothing was found, and something was judged."""
+        return not self.findings and any(k.cases for k in self.kernels)

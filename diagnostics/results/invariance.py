@@ -117,6 +117,10 @@ class Invariance(Result):
     """What to run next."""
     operator: str | None = None
     """Of linear attention the operator; null: softmax attention."""
+    window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 unlimited; null: none."""
+    softcap: Number | None = None
+    """c of S = c tanh(alpha q.k / c); null: none."""
     schema: Literal["attn-diag-invariance"] = "attn-diag-invariance"
     schema_version: Literal[1] = 1
 

@@ -144,6 +144,10 @@ class ProbeAssumptions:
     """What fn computes instead, in words that follow its name; null where it computes what was assumed."""
     alibi_slopes: tuple[Number, ...] | None = None
     """ALiBi's slopes, one a head; null: none."""
+    window: tuple[int, int] | None = None
+    """(left, right), inclusive, -1 unlimited; null: none."""
+    softcap: Number | None = None
+    """c of S = c tanh(alpha q.k / c); null: none."""
 
 
 @dataclass(frozen=True, repr=False)

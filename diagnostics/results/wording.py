@@ -54,6 +54,13 @@ def yardstick(declared: str | None) -> str:
     return "a well-rounded kernel" if declared is None else f"the recipe {declared}"
 
 
+def function_words(causal: str, scale: float, window: Sequence[int] | None = None, softcap: float | None = None) -> str:
+    """Which attention a kernel is said to be: "causal top-left, scale 0.125, window 64,0, softcap 50"."""
+    band = [] if window is None else ["window {},{}".format(*window)]
+    cap = [] if softcap is None else [f"softcap {softcap:g}"]
+    return ", ".join([f"causal {causal}", f"scale {scale:g}", *band, *cap])
+
+
 def times(factor: float | None) -> str:
     """A factor, such as one over a well-rounded kernel's error: "1.00", "11.6", "391"."""
     if factor is None or not 0.01 <= factor < 1e5:

@@ -106,7 +106,8 @@ class CaseInputs:
     def fingerprint(self) -> str:
         """SHA-256 of the inputs' bits, shapes and dtypes, of the scale, the mask, p, and all else that is stated."""
         dropped = "" if self.dropout_p is None else f" {self.dropout_p!r}"
-        return fingerprint(self.tensors, f"{self.scale!r} {self.causal}{dropped}")
+        limits = "".join(f" {x!r}" for x in (self.window, self.softcap) if x is not None)
+        return fingerprint(self.tensors, f"{self.scale!r} {self.causal}{dropped}{limits}")
 
 
 def fingerprint(tensors: dict[str, Tensor], also: str = "") -> str:

@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attn_diag.testing.stated import Stated
+
 # What a run has by default, and its commands need not say.
 USUAL_SHAPE = (4, 4, 384, 64)
+_BY_DEFAULT = ("--causal none", "--window -1,-1", "--softcap 0")
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -19,10 +22,8 @@ class Again:
     """What the command line calls the kernel; None for a callable."""
     dtype: str
     """The inputs' format: bf16, fp16, fp32."""
-    causal: str
-    """The mask."""
-    scale: float
-    """alpha."""
+    stated: Stated
+    """What the kernel is said to compute."""
     shape: tuple[int, int, int, int] = USUAL_SHAPE
     """[B, H, T, D] of one call."""
     slopes: tuple[float, ...] = ()
@@ -32,11 +33,13 @@ class Again:
 
     def command(self, name: str, also: Sequence[str] = ()) -> str:
         """A command, or the call in Python, about the same kernel and inputs, with further options."""
-        given = {option.split()[0] for option in also}
+        said, given = self.stated, {option.split()[0] for option in also}
         own = {
             "--dtype": "" if self.dtype == "bf16" else self.dtype,
-            "--causal": "" if self.causal == "none" else self.causal,
-            "--scale": "" if math.isclose(self.scale, self.shape[3] ** -0.5) else f"{self.scale:.9g}",
+            "--causal": "" if said.causal == "none" else said.causal,
+            "--scale": "" if math.isclose(said.scale, self.shape[3] ** -0.5) else f"{said.scale:.9g}",
+            "--window": "" if said.window is None else "{},{}".format(*said.window),
+            "--softcap": "" if said.softcap is None else f"{said.softcap:.9g}",
         }
         if self.slopes:
             own["--alibi-slopes"] = ",".join(f"{slope:.9g}" for slope in self.slopes)
@@ -47,6 +50,7 @@ class Again:
         elif self.shape != USUAL_SHAPE:
             own["--shape"] = ",".join(map(str, self.shape))
         options = [f"{option} {value}" for option, value in own.items() if value and option not in given]
+        also = [option for option in also if option not in _BY_DEFAULT]
         if self.target is not None:
             return " ".join(["attn-diag", name, self.target, *options, *also])
         return f"attn_diag.{name}(fn{''.join(map(_keyword, [*options, *also]))})"
@@ -58,8 +62,8 @@ def _keyword(option: str) -> str:
     name = name.replace("-", "_")
     if name == "dtype":
         return f", dtype=torch.{_TORCH[value]}"
-    if name == "shape":
-        return f", shape=({value.replace(',', ', ')})"
+    if name in ("shape", "window"):
+        return f", {name}=({value.replace(',', ', ')})"
     if name == "alibi_slopes":
         return f", alibi_slopes=[{value.replace(',', ', ')}]"
     if name in ("probes", "only", "allow", "cases"):

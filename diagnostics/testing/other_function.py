@@ -8,6 +8,7 @@ scores and a V of unit vectors, so that O shows that), else what ``inspect`` fin
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,11 +21,13 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.bounded_mask import words_of
 from attn_diag.head.other_metadata import OtherMetadata, better_reading, scaled_reading
-from attn_diag.head.other_slopes import with_other_slopes
+from attn_diag.head.other_slopes import usual_slopes, with_other_slopes
 from attn_diag.head.output_fit import out_fit
-from attn_diag.reference import format_of
-from attn_diag.results.wording import number, percent, ranges
+from attn_diag.reference import Masking, format_of
+from attn_diag.results.wording import function_words, number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
+from attn_diag.testing.next_command import Again
+from attn_diag.testing.stated import stated_words
 from attn_diag.testing.target import MisfitError, Target
 
 # Equal scores give every key seen the same weight, rounded once: far from the half of another count of keys.
@@ -61,14 +64,33 @@ class OtherFunction:
     """What says so in Python, where the command has no option for it."""
     of_mask: bool = False
     """Whether it is keys that are hidden, or shown, of the call by itself."""
+    usual_slopes: bool = False
+    """Whether it has ALiBi's usual slopes, of which nothing was said."""
+
+    @property
+    def known(self) -> bool:
+        """Whether what it computes is known, and only not what was stated."""
+        return bool(self.options or self.call or self.usual_slopes)
 
     def sentence(self, case: CaseInputs) -> str:
         """All of it, of that case."""
         fits = "; no scale, mask or layout tried fits" if self.fits is None else f"; with {self.fits} it fits"
         return (
-            f"{case.name}: O is {percent(self.relative_error)} off softmax(scale Q K^T) V as stated (causal "
-            f"{case.causal}, scale {case.scale:g}), which no rounding explains: it {self.words}{fits}"
+            f"{case.name}: O is {percent(self.relative_error)} off softmax(scale Q K^T) V as stated "
+            f"({stated_words(case)}), which no rounding explains: it {self.words}{fits}"
         )
+
+    def again(self, name: str, asked: Again, also: Sequence[str] = ()) -> str | None:
+        """The command ``name`` with what is right, or a call that is; None where nothing is known that fits.
+
+        ALiBi's slopes are an option of ``probe`` alone.
+        """
+        if self.usual_slopes:
+            slopes = ",".join(f"{slope:.9g}" for slope in usual_slopes(asked.shape[1]))
+            return replace(asked, check_length=None).command("probe", [f"--alibi-slopes {slopes}"])
+        if self.call is not None:
+            return self.call
+        return asked.command(name, [*self.options, *also]) if self.options else None
 
 
 def fit_of(
@@ -97,7 +119,7 @@ def fit_of(
     if (slopes := wrong_slopes(case, o, device)) is not None:
         return stated.error, slopes
     words = None if target is None else mask_fault(case, target)
-    if target is not None and words is not None and words.startswith(_whole_mask(case)):
+    if target is not None and words is not None and case.window is None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
     if words is not None:
         return stated.error, OtherFunction(stated.error, words, of_mask=True)
@@ -115,7 +137,7 @@ def _with_other_mask(case: CaseInputs, o: Tensor, target: Target, device: torch.
     _, also = fit_of(replace(case, causal=causal), o, target, device)
     said = f"uses {_MASKS[causal]} where {case.causal} was asked for"
     if also is None:
-        return OtherFunction(error, said, f"scale {case.scale:g}, causal {causal}", (f"--causal {causal}",))
+        return OtherFunction(error, said, stated_words(replace(case, causal=causal)), (f"--causal {causal}",))
     options = (f"--causal {causal}", *also.options) if also.options else ()
     return OtherFunction(error, f"{said} and {also.words}", also.fits, options, also.call)
 
@@ -141,8 +163,10 @@ def wrong_slopes(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunc
     if not known:
         return None
     error, words = min(known)
-    close = error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision
-    return OtherFunction(stated.error, f"has {words}") if close else None
+    if not (error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision):
+        return None
+    usual = case.alibi_slopes is None
+    return OtherFunction(stated.error, f"has {words}", "them stated" if usual else None, usual_slopes=usual)
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:
@@ -153,30 +177,30 @@ def _of_reading(capture: Capture, reading: OtherMetadata, error: float) -> Other
     """What differs, in words, as options and as a call."""
     stated, found = capture.metadata, reading.metadata
     scale = capture.scale if found.scale is None else found.scale
-    said, options, call = [], [], []
+    said, options = [], []
     if found.layout != stated.layout:
         said.append("takes q, k, v as [B, T, H, D], not [B, H, T, D]")
     if found.causal != stated.causal:
         said.append(f"uses {_MASKS[found.causal]} where {stated.causal} was asked for")
         options.append(f"--causal {found.causal}")
-    if found.window != stated.window and found.window is not None:
-        left, right = found.window
-        said.append(f"sees a window: {left} keys back" + (f" and {right} ahead" if right else ""))
-        call.append(f"window=({left}, {right})")
-    if found.softcap != stated.softcap and found.softcap is not None:
-        said.append(f"caps its scores at {found.softcap:g} (softcap)")
-        call.append(f"softcap={found.softcap:g}")
+    if found.window != stated.window:
+        left, right = found.window or (-1, -1)
+        ahead = f" and {right} ahead" if right else ""
+        said.append("sees no window" if found.window is None else f"sees a window: {left} keys back{ahead}")
+        options.append(f"--window {left},{right}")
+    if found.softcap != stated.softcap:
+        cap = found.softcap
+        said.append("does not cap its scores" if cap is None else f"caps its scores at {cap:g} (softcap)")
+        options.append(f"--softcap {cap or 0:g}")
     if not math.isclose(scale, capture.scale, rel_tol=1e-9):
         scale = _rounded(scale)
         said.append(f"scales by {_scale_words(scale, reading.words)}, not {number(capture.scale, 6)}")
         options.append(f"--scale {scale:.9g}")
-    fits = f"scale {scale:g}, causal {found.causal}" if not call and found.layout == stated.layout else reading.words
-    python = None
-    if call:
-        python = f"attn_diag.inspect(q, k, v, o=o, causal={found.causal!r}, {', '.join(call)})"
-    elif found.layout != stated.layout:
+    if found.layout != stated.layout:
         python = "lambda q, k, v: fn(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)"
-    return OtherFunction(error, " and ".join(said), fits, () if python else tuple(options), python)
+        return OtherFunction(error, " and ".join(said), reading.words, call=python)
+    fits = function_words(found.causal, scale, found.window, found.softcap)
+    return OtherFunction(error, " and ".join(said), fits, tuple(options))
 
 
 def _scale_words(scale: float, reading: str) -> str:
@@ -214,10 +238,11 @@ def mask_fault(case: CaseInputs, target: Target) -> str | None:
         return None
     if seen is None or isinstance(seen, str):
         return seen
-    right = _causal(seen.keys) if case.causal != "none" else torch.ones_like(seen.keys)
-    said = []
+    count, said = len(seen.keys), []
+    hidden = Masking(case.causal, case.window).hidden(torch.arange(count), slice(0, count))
+    right = torch.ones_like(seen.keys) if hidden is None else ~hidden
     if not torch.equal(seen.keys, right):
-        should = "all keys" if case.causal == "none" else "keys 0 to t"
+        should = "all keys" if hidden is None else (_band(right) or "others").partition(",")[0]
         said.append(f"{_mask_words(seen.keys, right)}; it should see {should}")
     if seen.leaks is not None:
         said.append(f"hides keys by {words_of(seen.leaks)}")
@@ -249,12 +274,17 @@ def seen_keys(case: CaseInputs, target: Target) -> SeenKeys | str | None:
     zeros = torch.zeros_like(case.q[:, :, :count])
     unit = _UNIT_FP16 if case.v.dtype == torch.float16 else 1.0
     weights = torch.zeros(count, count, dtype=torch.float64)
+    blank = replace(
+        case, q=zeros, k=torch.zeros_like(case.k[:, :, :count]), v=torch.zeros_like(case.v[:, :, :count]), do=None
+    )
+    made = target.call(blank).outputs["o"].double().nan_to_num().abs().max()
+    if float(made):
+        return f"returns an O of up to {number(float(made))} where V is all zeros"
     for first in range(0, count, dim):
         part = list(range(first, min(first + dim, count)))
-        v = torch.zeros_like(case.v[:, :, :count])
+        v = blank.v.clone()
         v[0, 0, part, range(len(part))] = unit
-        given = replace(case, q=zeros, k=torch.zeros_like(case.k[:, :, :count]), v=v, do=None)
-        o = target.call(given).outputs["o"].double().cpu()
+        o = target.call(replace(blank, v=v)).outputs["o"].double().cpu()
         weights[:, part] = o[0, 0, :, : len(part)] / unit
         o[0, :group] = 0
         if bool((o.nan_to_num() != 0).any()):
@@ -279,10 +309,6 @@ def _levels(weights: Tensor) -> SeenKeys | None:
     if not bool((weights - even).abs()[seen].le((_UNEVEN * even).expand_as(seen)[seen]).all()):
         return None
     return SeenKeys(seen, math.log(share) if share > 0 else None)
-
-
-def _causal(like: Tensor) -> Tensor:
-    return torch.ones_like(like).tril()
 
 
 def _mask_words(seen: Tensor, right: Tensor) -> str:

@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.lent import Lent, written_words
-from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.head.machine import backend_name
 from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_supported, emulate_head, preset
@@ -274,14 +273,6 @@ def emulate(
             x = outputs[n]
             outputs[n] = x.double().view(batch, heads // group, group, *x.shape[2:]).sum(2).to(x.dtype)
     return outputs
-
-
-def causal_of(causal: bool | str) -> Causal:
-    """The mask that ``causal`` names; True is "top-left". Raises InputError for another name."""
-    named = causal if isinstance(causal, str) else ("top-left" if causal else "none")
-    if named not in get_args(Causal):
-        raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")
-    return named  # type: ignore[return-value]
 
 
 def _recipe(given: str | Recipe, dtype: torch.dtype, head_dim: int) -> Recipe:

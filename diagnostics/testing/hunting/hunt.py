@@ -34,15 +34,16 @@ from attn_diag.testing.hunting.workers import Workers, workers
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.replaying.replay import RECIPES, kernels_named, version_of
-from attn_diag.testing.target import Attention, causal_of
+from attn_diag.testing.stated import Stated
+from attn_diag.testing.target import Attention
 from attn_diag.work import Progress
 
 DEFAULT_BUDGET_S, DEFAULT_LIMIT_S = 300.0, 120.0
 # What can be said of a call whose inputs are drawn.
-_DRAWN = {"causal", "scale", "dropout_p", "declared"}
+_DRAWN = {"causal", "scale", "window", "softcap", "dropout_p", "declared"}
 _MOST_WORKERS = 8
 # The first case is no longer, and of no more heads: hundreds of its kind are judged.
-_LENGTH, _HEADS = 128, 8
+_LENGTH, _HEADS, _DIM = 128, 8, 64
 # Levels that are named of those that are refused.
 _NAMED = 8
 
@@ -74,7 +75,8 @@ def hunt(
         kernels: A library's name ("sdpa:flash", "flash_attn_4", …), a recipe's, "MODULE:FUNCTION", a function of a
             module with mask and scale of its own, "installed", or several of these.
         source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these; None:
-            normal numbers, D 64, with ``causal``, ``scale`` and ``dropout_p`` of the call (and a mask for that).
+            normal numbers, D 64, with ``causal``, ``scale``, ``window``, ``softcap`` and ``dropout_p`` of the call (and
+            a mask for that).
         k, v: Of the call.
         folder: Where the smallest cases go, each a capture and a script that runs it; None: nowhere.
         only: Only these axes: head size, group, mask, length, values, layout, dtype, batch, key heads.
@@ -98,9 +100,10 @@ def hunt(
                 f"without inputs hunt() takes {', '.join(sorted(_DRAWN))}, got {', '.join(unused)}: captures are its "
                 f"second argument (source), and of a call's tensors q, k and v go with the others"
             )
-        drawn = drawn_capture(
-            causal_of(call.get("causal", "none")), call.get("scale"), seed=seed, dropout_p=call.get("dropout_p")
+        stated = Stated.of(
+            call.get("causal") or "none", call.get("scale"), _DIM, call.get("window"), call.get("softcap")
         )
+        drawn = drawn_capture(stated, seed=seed, dropout_p=call.get("dropout_p"))
         captures = [declaring(drawn, call.get("declared"))]
     else:
         captures = captures_of(source, k, v, call, function="hunt")
@@ -111,17 +114,21 @@ def hunt(
 
 
 def drawn_capture(
-    causal: str = "none", scale: float | None = None, *, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64,
-    seed: int = 0, dropout_p: float | None = None,
+    stated: Stated | None = None, *, dtype: torch.dtype = torch.bfloat16, head_dim: int = _DIM, seed: int = 0,
+    dropout_p: float | None = None,
 ) -> Capture:  # fmt: skip
     """N(0,1) inputs of two heads, where there is no capture to start from; with dropout also which are kept."""
+    stated = stated or Stated.of(False, None, head_dim)
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, 2, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
     tensors = {"q": q, "k": k, "v": v, "do": do}
     if dropout_p:
         tensors[KEPT] = torch.rand(1, 2, _LENGTH, _LENGTH, generator=generator) >= dropout_p
-    stated = Capture.from_tensors(tensors, causal=causal, scale=scale, dropout_p=dropout_p or None)
-    return replace(stated, source="normal numbers")
+    drawn = Capture.from_tensors(
+        tensors, causal=stated.causal, scale=stated.scale, window=stated.window, softcap=stated.softcap,
+        dropout_p=dropout_p or None,
+    )  # fmt: skip
+    return replace(drawn, source="normal numbers")
 
 
 def declaring(capture: Capture, declared: str | None) -> Capture:

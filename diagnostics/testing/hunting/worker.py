@@ -96,4 +96,5 @@ def _said(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[4])
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

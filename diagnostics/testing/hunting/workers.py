@@ -6,7 +6,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.replaying.processes import Ran, ending, stop
+from attn_diag.testing.replaying.processes import Ran, ending, stop, worker_command
 
 WORKER = "attn_diag.testing.hunting.worker"
 # To import torch and to reach the device, whatever the limit of a case is.
@@ -79,9 +78,8 @@ class _Worker:
         self.close()
         self.unread = b""
         with (self.folder / "stderr").open("wb") as stderr:
-            # -P: the working directory is looked in for the user's module alone, not for ours.
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER, str(self.folder), self.name, self.device],
+                worker_command(WORKER, self.folder, self.name, self.device),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
             )  # fmt: skip
         self._next(time.monotonic() + _START_S)

@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.invariance import layouts
 from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Change, calls_again
+from attn_diag.testing.stated import HIDING_CAP, hides_appended, sees_ahead
 from attn_diag.testing.target import Place, Target
 
 # What must not matter is made so much larger than what matters; no power of two, which a scale may absorb.
@@ -21,6 +22,9 @@ LOUD = 37.0
 TILE = 128
 # The score of a key that must not count: exp(-300) is 0 in fp32.
 _HIDDEN_SCORE = -300.0
+_WINDOW_ALONE = (
+    "which keys the window of fewer rows holds is not stated (a causal mask, top-left or bottom-right, does)"
+)
 
 # (quantity, tensor) -> the part that is compared, in the order of the other call; None: not compared.
 Part = Callable[[str, Tensor], Tensor | None]
@@ -145,8 +149,8 @@ def _other_calls(s: Setting) -> list[Path]:
 
 
 def _future(s: Setting) -> list[Path] | str:
-    if s.base.causal == "none":
-        return "every row sees every key"
+    if sees_ahead(s.base):
+        return "rows see keys behind their own"
     length, found = s.base.q.shape[2], []
     # Amid a tile, behind the last one's first rows, and where one begins: a mask may be wrong there alone.
     edge = length // 2 // TILE * TILE or next((n for n in (64, 32, 16) if n < length), length - 1)
@@ -206,10 +210,12 @@ def _memory(s: Setting) -> list[Path] | str:
     return [Path("NaN behind every tensor", s.base, place=layouts.before_nan)]
 
 
-def _padding(s: Setting) -> list[Path]:
+def _padding(s: Setting) -> list[Path] | str:
     length, base = s.base.q.shape[2], s.base
+    if not hides_appended(base):
+        return f"no score hides a key below a softcap of {HIDING_CAP:g}"
     more = TILE - length % TILE
-    if base.causal == "none":
+    if sees_ahead(base):
         # Rows are such that they do not see keys with one large number.
         q, k = base.q.clone(), base.k.clone()
         q[..., 0], k[..., 0] = 4.0, 0.0
@@ -221,11 +227,11 @@ def _padding(s: Setting) -> list[Path]:
             return torch.cat([x, s.loud(new) if loud else new], 2)
 
         k = longer(base.k)
-        if base.causal == "none":
+        if sees_ahead(base):
             k[:, :, length:] = 0.0
             k[:, :, length:, 0] = _HIDDEN_SCORE / (4 * base.scale)
         q = longer(base.q)
-        if base.causal == "none":
+        if sees_ahead(base):
             q[..., 0] = 4.0
         zeros = torch.zeros_like(base.q[:, :, :1]).expand(-1, -1, more, -1)
         do = None if base.do is None else torch.cat([base.do, zeros], 2)
@@ -272,10 +278,14 @@ def _batch_size(s: Setting) -> list[Path]:
 def _solo_row(s: Setting) -> list[Path] | str:
     if s.base.causal == "top-left":
         return "a single row sees the first key alone (mask top-left)"
+    if s.base.window is not None and s.base.causal == "none":
+        return _WINDOW_ALONE
     return [_chunk(s, row, row + 1, f"row {row} with its keys") for row in _places(s.base.q.shape[2])]
 
 
-def _chunks(s: Setting) -> list[Path]:
+def _chunks(s: Setting) -> list[Path] | str:
+    if s.base.window is not None and s.base.causal == "none":
+        return _WINDOW_ALONE
     length = s.base.q.shape[2]
     half = length // 2
     found = [_chunk(s, 0, half, f"rows 0-{half - 1}")]
@@ -286,7 +296,7 @@ def _chunks(s: Setting) -> list[Path]:
 
 def _chunk(s: Setting, start: int, stop: int, words: str) -> Path:
     """Some rows, with the keys that they see."""
-    base, keys = s.base, s.base.k.shape[2] if s.base.causal == "none" else stop
+    base, keys = s.base, s.base.k.shape[2] if sees_ahead(s.base) else stop
     do = None if base.do is None else base.do[:, :, start:stop]
     inputs = replace(base, q=base.q[:, :, start:stop], k=base.k[:, :, :keys], v=base.v[:, :, :keys], do=do)
     return Path(words, inputs, _of_rows(lambda x: x), _of_rows(lambda x: x[:, :, start:stop]))

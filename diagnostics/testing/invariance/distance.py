@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attn_diag.head.counterfactual import NoiseCollector
 from attn_diag.head.outlying import GROUP_LIMIT
+from attn_diag.head.propagation import sloped
 from attn_diag.head.quality import ELEMENT_LIMIT
-from attn_diag.reference import AttentionHead, FloatFormat, Masking, RowBlock, format_of, reference_head, ulp
+from attn_diag.reference import FloatFormat, RowBlock, format_of, reference_head, ulp
 from attn_diag.results.invariance import PathDifference
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.work import map_in_order
@@ -57,6 +58,7 @@ class _SaneNoise(NoiseCollector):
             return
         rows, keys, probs = block.rows, block.keys, block.probs
         moved = probs.square() * (self.head.do[rows] @ self.head.v[keys].T).square() * self._relative
+        moved = sloped(block, sloped(block, moved))
         summed = moved.sum(1)[:, None]
         largest = torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
         dq = (moved + largest * summed) @ self._k2[keys] + summed * (probs @ self.head.k[keys]).square()
@@ -76,16 +78,14 @@ def expected_of(inputs: CaseInputs, formats: dict[str, FloatFormat], device: tor
     batch, heads = inputs.q.shape[:2]
 
     def one(place: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        q, k, v = (x[place].to(device).double() for x in (inputs.q, inputs.k, inputs.v))
-        do = None if inputs.do is None else inputs.do[place].to(device).double()
-        head = AttentionHead(q, k, v, do, inputs.scale, Masking(causal=inputs.causal))
-        noise = _SaneNoise(head, fmt, formats.get("o", fmt), want_keys=do is not None)
+        head = inputs.head(*place, device)
+        noise = _SaneNoise(head, fmt, formats.get("o", fmt), want_keys=head.do is not None)
         reference = reference_head(head, noise.add)
         variance = noise.finished(reference, formats)
         size = reference.row_max.abs().nan_to_num(posinf=0.0)
         variance["lse"] = variance.pop("row_sum") + (_FP32_LSE * (1 + size)).square()
         truth = {"o": reference.out, "lse": reference.lse}
-        if do is not None:
+        if head.do is not None:
             for name in ("dq", "dk", "dv"):
                 found = getattr(reference, name)
                 assert found is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,8 @@ from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
-from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, NoGradientError, Target, causal_of
+from attn_diag.testing.stated import Stated
+from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, NoGradientError, Target
 from attn_diag.work import Progress
 
 # Three batch items, so that one has a neighbour on each side; a length off the tiles of every kernel we know.
@@ -51,6 +51,8 @@ def invariance(
     dtype: torch.dtype = torch.bfloat16,
     shape: Sequence[int] = DEFAULT_SHAPE,
     causal: bool | str = "none",
+    window: Sequence[int] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     backward: bool | None = None,
     only: Sequence[str] | None = None,
@@ -75,6 +77,8 @@ def invariance(
         dtype: torch.bfloat16 or torch.float16.
         shape: B, H, T, D of the call.
         causal: What the kernel masks: "none" or False; "top-left" or True; "bottom-right".
+        window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
+        softcap: c, where its scores are c tanh(alpha q.k / c).
         scale: What it multiplies scores by; by default 1/sqrt(D).
         backward: None compares gradients where autograd gives them, True demands them, False leaves them out.
         only: Names out of ``attn_diag.testing.invariance.arrangements.ARRANGEMENTS``; by default all.
@@ -100,16 +104,14 @@ def invariance(
         raise InputError(f"shape must be B, H, T, D with T of at least 4 and D of at least 8, got {shape}")
     chosen = [ARRANGEMENTS[n] for n in choose_names("arrangement", only, ARRANGEMENTS)]
     choose_names("arrangement", allow, ARRANGEMENTS)
-    where, alpha = pick_device(device), shape[3] ** -0.5 if scale is None else float(scale)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise InputError(f"scale must be a positive number, got {scale}")
+    where, stated = pick_device(device), Stated.of(causal, scale, shape[3], window, softcap)
     target = Target.of(kernel, name, dtype=dtype, head_dim=shape[3], device=where)
     generator = torch.Generator().manual_seed(zlib.crc32(f"invariance {seed}".encode()))
     q, k, v, do = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(4))
-    base = CaseInputs("invariance", q, k, v, None if backward is False else do, alpha, causal_of(causal))
+    base = stated.case("invariance", q, k, v, None if backward is False else do)
     options = _options(kernel, target, partial(Target.of, name=name, dtype=dtype, head_dim=shape[3], device=where))
     b, h, t, d = shape
-    again = Again(kernel if isinstance(kernel, str) else None, DTYPES[dtype], base.causal, alpha, (b, h, t, d))
+    again = Again(kernel if isinstance(kernel, str) else None, DTYPES[dtype], stated, (b, h, t, d))
     setting = Setting(base, target, options, generator, repeats)
     run = _Run(target, setting, frozenset(allow), schedules, again, demanded=bool(backward))
     return run.run(chosen, seed, progress)
@@ -154,7 +156,7 @@ class _Run:
         outputs, expected = self.calls.first(base)
         one = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
         other = fit_of(one, outputs["o"][:1], self.target, self.target.device, patterns=False)[1]
-        asked = other is None or not (other.options or other.call)
+        asked = other is None or not other.known
         errors = tuple(
             OwnError(n, own_error(outputs[n].double(), expected.truth[n], expected.variance[n]))
             for n in expected.truth if n in outputs
@@ -182,6 +184,8 @@ class _Run:
             shape=self.again.shape,
             causal=base.causal,
             scale=base.scale,
+            window=base.window,
+            softcap=base.softcap,
             seed=seed,
             outcome=outcome,
             headline=headline,
@@ -276,7 +280,9 @@ class _Run:
             (slice(batch, batch + 1), slice(head // group, head // group + 1)),
         )
         tensors = {"q": inputs.q[one], "k": inputs.k[key], "v": inputs.v[key], "o": outputs["o"][one]}
-        capture = Capture.from_tensors(tensors, scale=inputs.scale, causal=inputs.causal)
+        capture = Capture.from_tensors(
+            tensors, scale=inputs.scale, causal=inputs.causal, window=inputs.window, softcap=inputs.softcap
+        )
         found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)
         if found is None:
             return None
@@ -291,7 +297,7 @@ class _Run:
         self, found: Sequence[PathFinding], other: OtherFunction | None, wrong: Sequence[str]
     ) -> tuple[Literal["pass", "fail", "other-function"], str]:
         """The outcome, and the sentence that names the arrangement."""
-        if other is not None and (other.options or other.call):
+        if other is not None and other.known:
             return "other-function", f"it {other.words}"
         if self.calls.overwritten:
             return "fail", written_words(self.calls.overwritten)
@@ -323,7 +329,7 @@ class _Run:
     def _next(self, found: Sequence[PathFinding], other: OtherFunction | None) -> str | None:
         """The command, or the call in Python, to run next."""
         if other is not None:
-            return self.again.command("invariance", other.options) if other.options else f"with {other.call}"
+            return other.again("invariance", self.again)
         failed = {p.status: p.arrangement for p in reversed(found) if p.status in ("bits", "fault")}
         if failed.keys() != {"bits"} or self.calls.overwritten or failed["bits"] not in MOVES:
             return None

@@ -12,6 +12,7 @@ from attn_diag.errors import InputError
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs
 from attn_diag.testing.probing.inputs import Draw, cast_inputs
+from attn_diag.testing.stated import sees_ahead
 
 # Keys and rows appended by ``length``: a whole tile of every kernel we know.
 _APPENDED = 128
@@ -54,7 +55,7 @@ def length(draw: Draw) -> Pair:
     """128 more rows and keys, which no old row sees: causally later, or with scores of -300."""
     total = draw.length + _APPENDED
     q, k, v = (draw.normal(total) for _ in range(3))
-    if not draw.causal:
+    if sees_ahead(draw.stated):
         q[..., 0], k[..., 0] = 4.0, 0.0
         k[:, :, draw.length :] = 0.0
         k[:, :, draw.length :, 0] = _HIDDEN_SCORE / (4 * draw.scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 from operator import add
@@ -17,7 +17,6 @@ from attn_diag.head.signed_errors import of_elements
 from attn_diag.reference import (
     AttentionHead,
     FloatFormat,
-    Masking,
     RowBlock,
     format_of,
     reference_head,
@@ -27,6 +26,7 @@ from attn_diag.reference import (
 from attn_diag.results.probe import Direction, LseTest, SignedTest
 from attn_diag.statistics.means import SignedErrors, estimate_bias
 from attn_diag.statistics.welch import confidence, p_beyond
+from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.probing.inputs import ProbeCase
 from attn_diag.work import map_in_order
 
@@ -146,18 +146,16 @@ class HeadErrors:
 def measure_case(
     case: ProbeCase,
     outputs: Sequence[tuple[Tensor, Tensor | None]],
-    scale: float,
-    masking: Sequence[Masking],
+    given: CaseInputs,
     device: torch.device,
 ) -> list[HeadErrors]:
-    """Every head of a case, its V one after the other; a head's parts stay together. ``masking``: of each head."""
+    """Every head of a case, its V one after the other; a head's parts stay together. ``given``: of the first V."""
     fmt = format_of(case.q.dtype)
 
     def one(place: tuple[int, int]) -> HeadErrors:
-        q, k = (x[place].to(device).double() for x in (case.q, case.k))
-        parts = []
+        first, parts = given.head(*place, device), []
         for v, (o, lse) in zip(case.values, outputs, strict=True):
-            head = AttentionHead(q, k, v[place].to(device).double(), None, scale, masking[place[1]])
+            head = replace(first, v=v[place].to(device).double())
             parts.append(measure_head(head, o[place], None if lse is None else lse[place], fmt, case.predicted))
         return _joined(parts)
 
@@ -325,7 +323,8 @@ def error_budget(
 
     P_bar_j may change by the factors 1 +- u (its cast to ``fmt``, u half a spacing relative to its number),
     exp(+-d_t), d_t = (D + 8) 2^-23 max_j alpha sum |q_i k_i| (a dot product of D terms, its scaling, S - m and
-    exp's argument; Higham, Accuracy and Stability, eq. 3.5), and 1 +- (T + 8) 2^-23 (exp itself, rescaling, and
+    exp's argument; Higham, Accuracy and Stability, eq. 3.5; with softcap D + 16: tanh makes no error larger, errs by
+    4 2^-23 itself, and a division and a product are added), and 1 +- (T + 8) 2^-23 (exp itself, rescaling, and
     sums over T keys); l likewise, whether it sums P_bar before or after the cast. With f the product of them less 1,
     |N'/l' - N/l| <= f / (1 - f) (P|V| + |O|). A P_bar below fmt's normal numbers is off by half its smallest
     spacing more, or by 2^-126 where fp32 flushes what lies below; of O_bar's T partial sums and of O each may lose
@@ -344,7 +343,7 @@ def error_budget(
         far = alibi.distances(head.positions[block.rows], block.keys, len(head.k))
         magnitude = magnitude + abs(alibi.slope) * far.abs()
     largest = magnitude.masked_fill_(block.scores == -torch.inf, 0.0).amax(1)
-    shift = largest * (q.shape[1] + 8) * _FP32
+    shift = largest * (q.shape[1] + (8 if head.softcap is None else 16)) * _FP32
     sums = 1 + (keys + 8) * _FP32
     reach, weight, inverse = block.probs @ v + block.out.abs(), v.sum(0), block.inverse_row_sum
     logs = 4 * _FP32 * (block.row_max.abs() + block.row_sum.log())

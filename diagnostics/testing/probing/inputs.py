@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.reference import format_of, round_nearest_even, ulp
+from attn_diag.testing.stated import Stated
 
 # V = e_j is asked in so many calls at most; beyond, neighbouring keys share a feature.
 _MAX_COLUMN_CALLS = 8
@@ -35,12 +36,26 @@ class Draw:
     head_dim: int
     dtype: torch.dtype
     """The kernel's."""
-    scale: float
-    """alpha."""
-    causal: bool
-    """Row t sees keys 0 to t."""
+    stated: Stated
+    """What the kernel is said to compute."""
     generator: torch.Generator
     """On the CPU, so that inputs do not depend on devices."""
+
+    @property
+    def scale(self) -> float:
+        """alpha."""
+        return self.stated.scale
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which keys each row sees, bool [T, T]: those from one to another."""
+        hidden = self.stated.masking.hidden(torch.arange(self.length), slice(0, self.length))
+        return torch.ones(self.length, self.length, dtype=torch.bool) if hidden is None else ~hidden
+
+    @property
+    def first(self) -> Tensor:
+        """The first key that each row sees, [T]."""
+        return self.seen.long().argmax(1)
 
     def normal(self, length: int | None = None) -> Tensor:
         """N(0,1), [B, H, T, D], fp32."""
@@ -52,8 +67,8 @@ class Draw:
 
     def visible_key(self) -> Tensor:
         """For every row one of the keys that it sees, [B, H, T]."""
-        seen = torch.arange(1, self.length + 1) if self.causal else torch.full((self.length,), self.length)
-        return (self.uniform(self.length) * seen).long().clamp(max=seen - 1)
+        count = self.seen.sum(1)
+        return self.first + (self.uniform(self.length) * count).long().clamp(max=count - 1)
 
 
 @dataclass(frozen=True)
@@ -130,11 +145,12 @@ def duplicate_keys(draw: Draw) -> ProbeCase:
     half = draw.length // 2
     k[:, :, order[half : 2 * half]] = k[:, :, order[:half]]
     key = draw.visible_key()
-    if draw.causal:  # the pair's other key must be visible too: take the nearest earlier pair that is complete
-        other = torch.arange(draw.length)
+    if not bool(draw.seen.all()):  # the pair's other key must be visible too
+        keys, other = torch.arange(draw.length), torch.arange(draw.length)
         other[order[:half]], other[order[half : 2 * half]] = order[half : 2 * half].clone(), order[:half].clone()
-        complete = torch.where(other < torch.arange(draw.length), torch.arange(draw.length), 0).cummax(0).values
-        key = complete[key]
+        # Of pairs that the row sees whole, the one that ends last at or before the key; else its first key, untied.
+        ends = torch.where(draw.seen & draw.seen[:, other] & (other < keys), keys, draw.first[:, None])
+        key = ends.cummax(1).values.expand(*key.shape[:2], -1, -1).gather(3, key[..., None])[..., 0]
     return _case(draw, _pick(k, key) * _for_score(draw, math.log(draw.length) + 2.5), k, draw.normal())
 
 
@@ -208,10 +224,8 @@ def _normaliser(draw: Draw, sign: int) -> ProbeCase:
     base = 1 + (draw.uniform(1, draw.head_dim) * 2**7).floor() / 2**7
     spacing = float(ulp(torch.ones(1, dtype=torch.float64), format_of(draw.dtype)))
     upper = draw.uniform(draw.length, draw.head_dim) < draw.uniform(1, draw.head_dim)
-    visible = torch.ones(draw.length, draw.length, dtype=torch.bool)
-    leads = top.T[feature] & (visible.tril() if draw.causal else visible)
-    count = (torch.arange(draw.length) + 1 if draw.causal else torch.full((draw.length,), draw.length)).double()
-    m = leads.sum(1).double()
+    count = draw.seen.sum(1).double()
+    m = (top.T[feature] & draw.seen).sum(1).double()
     below = cast if cast < x else cast - spacing / 2
     weights = torch.tensor([cast, below], dtype=torch.float64)[:, None]
     predicted = ((count - m) * weights + m) / ((count - m) * x + m) - 1

@@ -55,11 +55,11 @@ def outcome_of(
             evidence = (
                 f"{certain}; no scale, mask or layout that was tried fits. Nothing else was probed: mend that first."
             )
-            causal = asked.causal == "none" and "a causal mask shifted" in other.words
-            command = asked.command("probe", ["--causal top-left"] if causal else [])
+            causal = asked.stated.causal == "none" and "a causal mask shifted" in other.words
+            command = asked.command("probe", ["--causal top-left"]) if causal else None
             return ProbeOutcome("fail", f"it {other.words}", "certain", evidence, next=command)
         evidence = f"{certain}; with {other.fits} it fits. Nothing else was probed."
-        command = other.call or asked.command("probe", other.options)
+        command = other.again("probe", asked)
         return ProbeOutcome("other-function", f"it {other.words}", "certain", evidence, next=command)
     judged = sorted_out(findings, asked.shape[2], unit, asked.dtype.upper())
     if not judged.wrong:

@@ -14,9 +14,9 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool, pick_device
 from attn_diag.kernels import Recipe
-from attn_diag.reference import Alibi, Masking, format_of, ulp
+from attn_diag.reference import format_of, ulp
 from attn_diag.results.probe import Label, LseTest, ProbeAssumptions, ProbeFinding, ProbeReport, SignedTest
-from attn_diag.results.wording import runs
+from attn_diag.results.wording import runs, together
 from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
 from attn_diag.testing.case_inputs import CaseInputs
@@ -29,7 +29,8 @@ from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
 from attn_diag.testing.probing.search import Suspect, found_suspect
-from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of
+from attn_diag.testing.stated import HIDING_CAP, Stated, hides_appended
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 from attn_diag.work import Progress
 
 _Inputs = TypeVar("_Inputs", ProbeCase, Pair)
@@ -40,7 +41,8 @@ DEFAULT_SHAPE = USUAL_SHAPE
 MIN_HEADS = 16
 # With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
 # P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
-_WITHOUT_SLOPES = ("batch", "constant-rows", "normaliser-down", "normaliser-up")
+_OF_CASTS = ("normaliser-down", "normaliser-up")
+_WITHOUT_SLOPES = ("batch", "constant-rows", *_OF_CASTS)
 _SMALLEST = {"length T": 16, "head dimension D": 8}
 
 
@@ -50,6 +52,8 @@ def probe(
     dtype: torch.dtype = torch.bfloat16,
     shape: Sequence[int] = DEFAULT_SHAPE,
     causal: bool | str = "none",
+    window: Sequence[int] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     device: str = "auto",
     level: float = 0.01,
@@ -73,6 +77,9 @@ def probe(
         shape: B, H, T, D of a call. Where B H < 16, several are made, so that 16 heads are independent. (The probe
             "length" calls fn with T + 128 rows and keys, "batch" with one head, and with 2 B.)
         causal: What fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk).
+        window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
+        softcap: c, where its scores are c tanh(alpha q.k / c). The normaliser's probes are left out, and below a cap of
+            30 without a causal mask "length".
         scale: What fn multiplies scores by; by default 1/sqrt(D).
         device: auto, cpu or cuda.
         level: Of the tests after Benjamini-Hochberg.
@@ -91,16 +98,14 @@ def probe(
             the probe).
     """
     where = pick_device(device)
-    chosen = _checked(dtype, shape, level, choose(probes), probes is not None, alibi_slopes is not None)
+    _require_usable(dtype, shape, level)
     slopes = _slopes(alibi_slopes, shape[1])
     batch, heads, length, dim = shape
-    alpha = 1 / math.sqrt(dim) if scale is None else float(scale)
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise InputError(f"scale must be a positive number, got {scale}")
-    mask = causal_of(causal)
+    stated = Stated.of(causal, scale, dim, window, softcap)
     target = Target.of(fn, name, dtype=dtype, head_dim=dim, device=where)
-    draw = Draw(batch, heads, length, dim, dtype, alpha, mask != "none", torch.Generator().manual_seed(seed))
-    run = _Run(target, draw, Masking(mask), slopes, rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
+    draw = Draw(batch, heads, length, dim, dtype, stated, torch.Generator().manual_seed(seed))
+    chosen = _suited(choose(probes), draw, by_name=probes is not None, with_slopes=slopes is not None)
+    run = _Run(target, draw, slopes, rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
     assumptions, other = run.check_assumptions()
     findings: list[ProbeFinding] = []
     # Of another function every figure would be about the difference of the two.
@@ -145,7 +150,6 @@ def probe(
 class _Run:
     target: Target
     draw: Draw
-    masking: Masking
     slopes: Tensor | None
     """[H], fp32."""
     rounds: int
@@ -159,11 +163,12 @@ class _Run:
         self.out_dtype = DTYPES[seen.dtype]
         stated, other = fit_of(given, seen, self.target, self.target.device)
         error = None if stated is None or not math.isfinite(stated) else stated
-        scale, causal = self.draw.scale, self.masking.causal
-        stated_slopes = None if self.slopes is None else tuple(self.slopes.tolist())
-        if other is None:
-            return ProbeAssumptions(scale, causal, error, error is not None, alibi_slopes=stated_slopes), None
-        return ProbeAssumptions(scale, causal, error, False, other.fits, other.words, stated_slopes), other
+        said = self.draw.stated
+        found = ProbeAssumptions(
+            said.scale, said.causal, error, other is None and error is not None, window=said.window,
+            softcap=said.softcap, alibi_slopes=None if self.slopes is None else tuple(self.slopes.tolist()),
+        )  # fmt: skip
+        return (found, None) if other is None else (replace(found, fits=other.fits, words=other.words), other)
 
     def normal_call(self) -> tuple[CaseInputs, Tensor]:
         """The inputs of the probe "normal", and O."""
@@ -180,7 +185,7 @@ class _Run:
         unit = 2.0 ** (format_of(fine).precision - format_of(d.dtype).precision)
         shape = (d.batch, d.heads, d.length, d.head_dim)
         slopes = () if self.slopes is None else tuple(self.slopes.tolist())
-        asked = Again(self.target.name if named else None, DTYPES[d.dtype], self.masking.causal, d.scale, shape, slopes)
+        asked = Again(self.target.name if named else None, DTYPES[d.dtype], d.stated, shape, slopes)
 
         def search(of_l: bool) -> Suspect | None:
             given, seen = self.normal_call()
@@ -195,7 +200,8 @@ class _Run:
         for _ in range(self.rounds):
             case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
-            measured += measure_case(case, outputs, self.draw.scale, self._maskings(), self.target.device)
+            given = self._case(item.name, case.q, case.k, case.values[0])
+            measured += measure_case(case, outputs, given, self.target.device)
         size = sum(h.size for h in measured)
         predicted = [sum(p) / size for p in zip(*(h.predicted for h in measured if h.predicted), strict=True) if size]
         tests = signed_tests(measured, self.level)
@@ -250,16 +256,10 @@ class _Run:
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
         return replace(found, words=verdict.invariance_words(found))
 
-    def _maskings(self) -> list[Masking]:
-        """Of every head."""
-        if self.slopes is None:
-            return [self.masking] * self.draw.heads
-        return [replace(self.masking, alibi=Alibi(slope) if slope else None) for slope in self.slopes.tolist()]
-
     def _case(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> CaseInputs:
         """A call; of as many heads as there are slopes."""
         slopes = None if self.slopes is None else self.slopes.expand(q.shape[0], -1)
-        return CaseInputs(name, q, k, v, None, self.draw.scale, self.masking.causal, alibi_slopes=slopes)
+        return self.draw.stated.case(name, q, k, v, alibi_slopes=slopes)
 
     def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """O, and L where it came too, on the target's device. Raises InputError, naming the probe, for no such O."""
@@ -340,10 +340,8 @@ def _slopes(given: Sequence[float] | None, heads: int) -> Tensor | None:
     return slopes.float()
 
 
-def _checked(
-    dtype: torch.dtype, shape: Sequence[int], level: float, chosen: list[Probe], by_name: bool, with_slopes: bool
-) -> list[Probe]:
-    """The probes that can run. Raises InputError for options that cannot be used."""
+def _require_usable(dtype: torch.dtype, shape: Sequence[int], level: float) -> None:
+    """Raise InputError for options that cannot be used."""
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
     if not isinstance(shape, Sequence) or len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape):
@@ -352,16 +350,20 @@ def _checked(
         if got < least:
             raise InputError(f"the {what} must be at least {least}, got {got}")
     require_level(level)
-    if with_slopes:
-        left = [item for item in chosen if item.name not in _WITHOUT_SLOPES]
-        if by_name and len(left) < len(chosen):
-            raise InputError(
-                f"{', '.join(_WITHOUT_SLOPES)} are no probes of a kernel with alibi_slopes; leave them out"
-            )
-        chosen = left
-    if dtype != torch.float32:
-        return chosen
-    left = [item for item in chosen if not item.name.startswith("normaliser")]
-    if by_name and len(left) < len(chosen):
-        raise InputError("the normaliser probes need a 16-bit dtype: they show a mismatch that the cast of P makes")
-    return left
+
+
+def _suited(chosen: list[Probe], draw: Draw, *, by_name: bool, with_slopes: bool) -> list[Probe]:
+    """Those of the probes that tell something of such a kernel. Raises InputError for others, asked for ``by_name``."""
+    stated = draw.stated
+    left_out = {
+        "of a kernel with alibi_slopes": _WITHOUT_SLOPES if with_slopes else (),
+        "of float32: they show a mismatch that the cast of P makes": _OF_CASTS if draw.dtype.itemsize > 2 else (),
+        "of capped scores, which are not those whose cast errs": _OF_CASTS if stated.softcap else (),
+        f"below a softcap of {HIDING_CAP:g}, where no score hides a key": () if hides_appended(stated) else ("length",),
+    }
+    for words, names in left_out.items():
+        found = [item.name for item in chosen if item.name in names]
+        if by_name and found:
+            raise InputError(f"{together(found)} {'is no probe' if len(found) == 1 else 'are no probes'} {words}")
+        chosen = [item for item in chosen if item.name not in names]
+    return chosen

@@ -64,8 +64,9 @@ class Arranging:
         for shape in ((*_SHAPE[:2], length, asked.head_dim) for length in (_SHAPE[2], asked.length)):
             try:
                 found = invariance(
-                    self.kernel, name=self.name, dtype=asked.dtype, shape=shape, causal=asked.causal,
-                    scale=asked.scale, backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT],
+                    self.kernel, name=self.name, dtype=asked.dtype, shape=shape, causal=asked.stated.causal,
+                    scale=asked.stated.scale, window=asked.stated.window, softcap=asked.stated.softcap,
+                    backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT],
                     allow=MOVES, schedules=False, seed=asked.seed, device=self.device.type,
                 )  # fmt: skip
             except InputError as error:
@@ -124,7 +125,7 @@ class Arranging:
     def _closer(self, found: Invariance, *names: str) -> str:
         named = self.kernel if isinstance(self.kernel, str) else None
         asked = self.asked
-        again = Again(named, DTYPES[asked.dtype], asked.causal, asked.scale, found.shape)
+        again = Again(named, DTYPES[asked.dtype], asked.stated, found.shape)
         return again.command("invariance", [f"--only {','.join(names)}"])
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.loading import load
-from attn_diag.captures.metadata import Causal
 from attn_diag.captures.selection import select_observations
 from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
@@ -25,7 +24,8 @@ from attn_diag.results.check import ARRANGED
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs as drawn
-from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of
+from attn_diag.testing.stated import Stated, same_function, stated_words
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 
 BUILDERS: dict[str, drawn.Builder] = {
     "normal": drawn.normal,
@@ -87,18 +87,18 @@ def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, le
 
 
 def draw(
-    name: str, seed: int, *, dtype: torch.dtype, causal: Causal, head_dim: int, scale: float, length: int = LENGTH
+    name: str, seed: int, *, dtype: torch.dtype, head_dim: int, stated: Stated, length: int = LENGTH
 ) -> CaseInputs:
     """A case of the suite; every (seed, name) has draws of its own. dO from N(0,1) in ``dtype``.
 
     The real head is one sequence, the same for every seed. Raises InputError where it has less rows than ``length``.
     """
     if name == REAL_HEAD:
-        return _real_head(dtype, causal, head_dim, scale, length)
+        return _real_head(dtype, head_dim, stated, length)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
-    how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, scale, causal != "none", generator)
+    how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, stated, generator)
     made = BUILDERS.get(name, drawn.normal)(how)
-    case = CaseInputs(name, made.q, made.k, made.values[0], how.normal().to(dtype), scale, causal)
+    case = stated.case(name, made.q, made.k, made.values[0], how.normal().to(dtype))
     if name == DROPOUT:
         kept = torch.rand(*case.q.shape[:3], case.k.shape[2], generator=generator) >= _DROPPED
         return replace(case, dropout_mask=kept, dropout_p=_DROPPED)
@@ -107,7 +107,7 @@ def draw(
     return case
 
 
-def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float, length: int) -> CaseInputs:
+def _real_head(dtype: torch.dtype, head_dim: int, stated: Stated, length: int) -> CaseInputs:
     """The head's first rows, which see one another alone; in its own 64 features bit for bit where BF16 is asked for.
 
     Fewer features are those of most energy, in q and k and in V and dO; more are a rotation into the larger space. Both
@@ -117,11 +117,11 @@ def _real_head(dtype: torch.dtype, causal: Causal, head_dim: int, scale: float, 
     if length > LENGTH:
         raise InputError(f"{REAL_HEAD} has {LENGTH} rows, and no {length}: leave it out")
     q, k, v, do = (stored.tensors[n][:, :, :length].double() for n in ("q", "k", "v", "do"))
-    q = q * (stored.scale / scale)
+    q = q * (stored.scale / stated.scale)
     if head_dim != q.shape[3]:
         (q, k), (v, do) = (_turned(pair, head_dim) for pair in ((q, k), (v, do)))
     q, k, v, do = (x.to(dtype).contiguous() for x in (q, k, v, do))
-    return CaseInputs(REAL_HEAD, q, k, v, do, scale, causal)
+    return stated.case(REAL_HEAD, q, k, v, do)
 
 
 def _turned(pair: tuple[Tensor, Tensor], features: int) -> list[Tensor]:
@@ -138,8 +138,7 @@ def _turned(pair: tuple[Tensor, Tensor], features: int) -> list[Tensor]:
 def of_captures(captures: Sequence[Capture]) -> list[CaseInputs]:
     """The inputs of users' captures, named by their files (by their paths where several files have one name).
 
-    Raises InputError for what a callable fn(q, k, v) cannot be given: masks, windows, softcap, chosen rows, FP8,
-    packed sequences.
+    Raises InputError for what a callable fn(q, k, v) cannot be given: masks, chosen rows, FP8, packed sequences.
     """
     names = [Path(c.source).name for c in captures]
     if len(set(names)) < len(names):
@@ -209,12 +208,10 @@ class Asked:
 
     dtype: torch.dtype
     """torch.bfloat16 or torch.float16."""
-    causal: Causal
-    """The mask."""
+    stated: Stated
+    """The function."""
     head_dim: int
     """D."""
-    scale: float
-    """alpha."""
     seed: int
     """Where the draws start."""
     length: int = LENGTH
@@ -222,10 +219,7 @@ class Asked:
 
     def draw(self, name: str) -> CaseInputs:
         """A case of the suite."""
-        return draw(
-            name, self.seed, dtype=self.dtype, causal=self.causal, head_dim=self.head_dim, scale=self.scale,
-            length=self.length,
-        )  # fmt: skip
+        return draw(name, self.seed, dtype=self.dtype, head_dim=self.head_dim, stated=self.stated, length=self.length)
 
 
 @dataclass(frozen=True)
@@ -288,16 +282,14 @@ def declared_by(captures: list[Capture]) -> str | None:
 def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseInputs], backward: bool | None) -> Judged:
     """A kernel, run on cases of the suite and on captures' inputs.
 
-    Raises InputError for captures of another mask or scale than fn is said to have, for two cases of one name, and for
-    none.
+    Raises InputError for captures of another function than fn is said to be, for two cases of one name, and for none.
     """
     own = [asked.draw(n) for n in names if n != ARRANGED]
     for case in captures:
-        same = case.causal == asked.causal and abs(case.scale - asked.scale) <= 1e-6 * asked.scale
-        if kernel.fixed and not same:
+        if kernel.fixed and not same_function(case, asked.stated):
             raise InputError(
-                f"{case.name} was made with causal {case.causal}, scale {case.scale:g}; fn is said to compute "
-                f"causal {asked.causal}, scale {asked.scale:g}: leave it out, or check it with those options"
+                f"{case.name} was made with {stated_words(case)}; fn is said to compute {stated_words(asked.stated)}: "
+                "leave it out, or check it with those options"
             )
     inputs = [*own, *captures]
     called = [case.name for case in inputs]
@@ -315,7 +307,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
         same = fingerprint(first) == fingerprint(again)
         return [first] if same else [first, again], same, notes
 
-    options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, causal {asked.causal}, scale {asked.scale:g}"
+    options = f"{DTYPES[asked.dtype]}, D {asked.head_dim}, {stated_words(asked.stated)}"
     options += "" if asked.length == LENGTH else f", T {asked.length}"
     source = _text(kernel.name)
     return Judged(source, kernel.backend, f"{source} ({options})", _named(inputs), outputs, kernel=kernel)
@@ -338,6 +330,8 @@ def capture_of_case(
     captures: Sequence[Capture] = (),
     dtype: torch.dtype = torch.bfloat16,
     causal: bool | str = "none",
+    window: Sequence[int] | None = None,
+    softcap: float | None = None,
     head_dim: int = 64,
     length: int = LENGTH,
     scale: float | None = None,
@@ -360,12 +354,12 @@ def capture_of_case(
     """
     if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)) or case == ARRANGED:
         return None
-    alpha = head_dim**-0.5 if scale is None else scale
+    stated = Stated.of(causal, scale, head_dim, window, softcap)
     case = case.removesuffix(SECOND)
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
         if case in NAMES or case in OF_PARAMETERS:
-            inputs = Asked(dtype, causal_of(causal), head_dim, alpha, seed, length).draw(case)
+            inputs = Asked(dtype, stated, head_dim, seed, length).draw(case)
         else:
             (inputs,) = (c for c in of_captures(captures) if c.name == case)
         outputs, _notes = kernel.run(inputs, backward=backward)
@@ -376,9 +370,9 @@ def capture_of_case(
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:
-    """Raise InputError where the capture is not softmax(alpha Q K^T) V with at most a causal mask, ALiBi and sinks."""
+    """Raise InputError where the capture has a mask of its own, packed sequences or FP8, or leaves out rows."""
     m = capture.metadata
-    given: dict[str, Any] = {"window": m.window, "softcap": m.softcap, "softmax_offset": m.softmax_offset}
+    given: dict[str, Any] = {"softmax_offset": m.softmax_offset}
     names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q")
     given |= {n: capture.tensors.get(n) for n in names}
     if odd := [n for n, value in given.items() if value is not None]:

@@ -38,7 +38,8 @@ from attn_diag.testing.regression.baseline import (
 )
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
-from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, causal_of, emulate
+from attn_diag.testing.stated import Stated
+from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, emulate
 from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
@@ -71,6 +72,8 @@ def check(
     observation: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     causal: bool | str = "none",
+    window: Sequence[int] | None = None,
+    softcap: float | None = None,
     head_dim: int = 64,
     length: int = suite.LENGTH,
     scale: float | None = None,
@@ -107,6 +110,8 @@ def check(
         observation: Which stored observation is judged, where ``target`` is captures.
         dtype: torch.bfloat16 or torch.float16.
         causal: What fn masks: "none" or False; "top-left" or True; "bottom-right".
+        window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
+        softcap: c, where its scores are c tanh(alpha q.k / c).
         head_dim: D of the suite's inputs.
         length: T of the suite's inputs, for a kernel that takes some lengths alone; the real head has 192 rows, and is
             left out of longer ones.
@@ -129,8 +134,8 @@ def check(
     require_level(level)
     require_declarable(declared)
     require_consistent(baseline, dtype, head_dim, save=save, update=update, exact=exact)
-    alpha = head_dim**-0.5 if scale is None else scale
-    asked = suite.Asked(dtype, causal_of(causal), head_dim, alpha, seed, length)
+    stated = Stated.of(causal, scale, head_dim, window, softcap)
+    asked = suite.Asked(dtype, stated, head_dim, seed, length)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
     arranging = None
@@ -257,16 +262,15 @@ class _Check:
         yardstick = emulate(recipe, inputs, self.where, with_gradients=gradients)
         measured = measure_case(inputs, outputs, yardstick, recipe, self.where.type)
         bits = fingerprint(outputs)
+        case = replace(case, outputs=tuple(outputs), fingerprint=bits)
         if (other := self._other_function(inputs, outputs["o"], measured)) is not None:
-            case = replace(case, outputs=tuple(outputs), fingerprint=bits)
-            failure = Failure("fit", case.name, "o", other.sentence(inputs), f"it {other.words}", self._again(other))
+            file = None if other.known else self._saved(inputs.name, inputs, outputs)
+            following = closer.of_other(other, inputs, self._asked_again(), self.declared, file, self.subject.stored)
+            failure = Failure("fit", case.name, "o", other.sentence(inputs), f"it {other.words}", following)
             return _Ran(inputs, None, case, None, [failure], other=True)
-        case = replace(
-            case, outputs=tuple(outputs), fingerprint=bits, worst=measured.worst, quantities=measured.quantities,
-            documented=measured.documented,
-        )  # fmt: skip
         if measured.misfit is not None:
             return _misfit(inputs, case, measured.misfit)
+        case = replace(case, worst=measured.worst, quantities=measured.quantities, documented=measured.documented)
         known = None if self.entry is None else self.entry.cases.get(inputs.name)
         if self.entry is not None and known is None:
             self.notes.append(f"the baseline has no case {inputs.name}: it is held to a published recipe's errors")
@@ -295,12 +299,11 @@ class _Check:
         wrong = self.declared is None and any(v.quantity == "o" and v.answer == "wrong" for v in measured.quantities)
         return other_scale(inputs, o, self.where) if wrong and inputs.name == _ORDINARY else None
 
-    def _again(self, other: OtherFunction) -> str | None:
-        """The command, or the call, that would be right."""
-        if other.call is not None or self.subject.stored:
-            return other.call
-        declared = [] if self.declared is None else [f"--declared {self.declared}"]
-        return self._asked_again().command("check", [*other.options, *declared])
+    def _saved(self, name: str, inputs: CaseInputs, outputs: dict[str, Tensor] | None) -> Path | None:
+        """The capture of a failing case, where a folder for them was given."""
+        if self.folder is None or outputs is None or self.subject.stored:
+            return None
+        return closer.save_case(self.folder, name, inputs, outputs, self.subject.source, self.declared)
 
     def _asked_again(self) -> Again:
         asked, source = self.asked, self.subject.source
@@ -308,7 +311,7 @@ class _Check:
         length = None if asked.length == suite.LENGTH else asked.length
         shape = (*USUAL_SHAPE[:2], length or USUAL_SHAPE[2], asked.head_dim)
         target = source if named else None
-        return Again(target, DTYPES[asked.dtype], asked.causal, asked.scale, shape, check_length=length)
+        return Again(target, DTYPES[asked.dtype], asked.stated, shape, check_length=length)
 
     def _name_culprits(self, ran: list[_Ran]) -> None:
         """Fill in ``suspect`` and ``look_closer``."""
@@ -322,11 +325,7 @@ class _Check:
                 searched += 1
                 found = self._suspects(r, known)
                 known = next((name for name, _ in found.values()), known)
-            file = None
-            if self.folder is not None and r.outputs is not None and not self.subject.stored:
-                file = closer.save_case(
-                    self.folder, r.case.name, r.inputs, r.outputs, self.subject.source, self.declared
-                )
+            file = self._saved(r.case.name, r.inputs, r.outputs)
             r.failures = [
                 replace(f, suspect=found.get(f.quantity, ("", None))[1], look_closer=self._look_closer(r, f, file))
                 for f in r.failures

@@ -10,8 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from attn_diag.results.check import GRADIENTS, Failure
+from attn_diag.results.wording import source_argument
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.next_command import Again
+from attn_diag.testing.other_function import OtherFunction
 from attn_diag.testing.probing.catalogue import PROBES
 
 # The suite's name of a case, where the probe that looks closer has another.
@@ -32,6 +34,29 @@ def of_saved(file: Path, failures: Sequence[Failure]) -> str:
     """The command about a case that was saved: where it is wrong, or which rounding makes it coarse."""
     impossible = any(f.kind in _IMPOSSIBLE for f in failures)
     return f"attn-diag {'inspect' if impossible else 'attribute'} {shlex.quote(str(file))}"
+
+
+def of_other(
+    other: OtherFunction, case: CaseInputs, again: Again, declared: str | None, file: Path | None, stored: bool
+) -> str | None:
+    """The command, or the call, with what a kernel computes instead; where that is not known, what looks into its O.
+
+    Args:
+        other: What it computes.
+        case: What it was called with.
+        again: What was asked for.
+        declared: The recipe that it is declared to be.
+        file: Where the case was saved, if it was.
+        stored: Nothing was run: the case is a capture's.
+    """
+    if stored and case.capture is not None:
+        return other.call or " ".join(["attn-diag inspect", source_argument(case.capture.source), *other.options])
+    if file is not None:
+        return f"attn-diag inspect {shlex.quote(str(file))}"
+    also = [] if declared is None else [f"--declared {declared}"]
+    if other.known:
+        return other.again("check", again, also)
+    return again.command("check", [*also, f"--cases {case.name}", "--out failing"])
 
 
 def of_kernel(failure: Failure, case: str, again: Again, declared: str | None) -> str | None:

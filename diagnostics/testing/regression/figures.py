@@ -26,6 +26,7 @@ from attn_diag.results.wording import percent
 from attn_diag.statistics.means import MIN_SEQUENCES, SignedErrors
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.regression.documented import explained, factors
+from attn_diag.testing.stated import stated_words
 
 BIASES = tuple(OF_QUANTITY)
 _YARDSTICK = "yardstick"
@@ -231,7 +232,7 @@ def _misfit(found: Assumptions, case: CaseInputs) -> str | None:
             fits = f"; with {check.better} it fits" if check.better else ""
             what = "softmax(scale Q K^T) V" if check.output == "o" else "the logsumexp of scale Q K^T"
             return (
-                f"{named} is {percent(check.relative_error)} off {what} as stated (causal {case.causal}), which no "
+                f"{named} is {percent(check.relative_error)} off {what} as stated ({stated_words(case)}), which no "
                 f"rounding explains{fits}"
             )
     return None

@@ -51,9 +51,8 @@ def run_apart(name: str, inputs: Path, folder: Path, device: str, limit_s: float
     """
     os.link(inputs, folder / "inputs.safetensors")
     with (folder / "stderr").open("wb") as stderr:
-        # -P: the working directory is looked in for the user's module alone, not for ours.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKER, str(folder), name, device],
+            worker_command(WORKER, folder, name, device),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
         )  # fmt: skip
         try:
@@ -63,6 +62,15 @@ def run_apart(name: str, inputs: Path, folder: Path, device: str, limit_s: float
         finally:
             stop(process)
     return _left(folder, code, limit_s)
+
+
+def worker_command(module: str, folder: Path, name: str, device: str) -> list[str]:
+    """The command of a process that runs a kernel: it imports from where this one does.
+
+    The working directory is looked in for the user's module alone, not for ours.
+    """
+    path = json.dumps([entry for entry in sys.path if entry])
+    return [sys.executable, "-P", "-m", module, str(folder), name, device, path]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

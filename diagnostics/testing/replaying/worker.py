@@ -167,4 +167,5 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[4])
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
