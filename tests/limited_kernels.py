@@ -29,7 +29,7 @@ class Limited(torch.autograd.Function):
         top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
         p = (scores - top).exp()
         row_sum = p.sum(-1, keepdim=True).clamp(min=1e-30)
-        o = (p.to(q.dtype).float() @ v.float() / row_sum).to(q.dtype)
+        o: Tensor = (p.to(q.dtype).float() @ v.float() / row_sum).to(q.dtype)
         ctx.save_for_backward(q, k, v, o, (scores - top - row_sum.log()).exp(), slope if sloped else torch.ones(()))
         return o
 
