@@ -236,7 +236,9 @@ class LinearRecorder:
                 bound = inspect.signature(function).bind(*args, **kwargs)
             except TypeError:
                 return function(*args, **kwargs)  # which says what is wrong
-            first = None if bound.arguments.get("cu_seqlens") is not None else self._sequences
+            packed, given = bound.arguments.get("cu_seqlens") is not None, bound.arguments.values()
+            batch = next((len(t) for t in given if isinstance(t, Tensor) and t.ndim > 2), 0)
+            first = None if packed or batch <= (self._sequences or batch) else self._sequences
             turned = has_values_first(bound)
             aliases = _alias(operator, bound, slots, first, turned=turned)
             self._inside = True
@@ -325,9 +327,11 @@ def _alias(
     known = ALIASES[""] | ALIASES.get(operator, {})
     aliases = {}
     for name, value in bound.arguments.items():
+        ours = _ours(known, name)
+        if first is not None and ours in OF_HEADS:
+            continue  # its gradient is a sum over the whole batch
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             alias = value.view_as(value)
-            ours = _ours(known, name)
             left_out = functools.partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
             alias.register_hook(  # type: ignore[no-untyped-call]
                 functools.partial(_keep, slots, f"d{ours}", first, left_out=left_out, turned=turned)
