@@ -34,6 +34,7 @@ _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
 # Others', whose names say less.
 _ELSEWHERE = {
     "torch_chunk_gated_delta_rule": "gated_delta_rule", "torch_recurrent_gated_delta_rule": "gated_delta_rule",
+    "chunk_kimi_delta_attention": "kda", "recurrent_kimi_delta_attention": "kda",
     "mamba2_chunk_scan": "mamba2", "mamba_chunk_scan_combined": "mamba2",
 }  # fmt: skip
 # Of autograd's graph of one call: recurrences in torch have ten a step.
@@ -139,7 +140,7 @@ def replace_functions(
 def operator_of(name: str) -> str | None:
     """The operator of a released function; None where it has no name of one."""
     found = _NAME.fullmatch(name)
-    operator = _ELSEWHERE.get(name) if found is None else _OPERATORS.get(found[1], found[1])
+    operator = _ELSEWHERE.get(name) if found is None or name in _ELSEWHERE else _OPERATORS.get(found[1], found[1])
     return operator if operator in LINEAR_OPERATORS else None
 
 
