@@ -169,6 +169,23 @@ def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch
         pass
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_the_gradient_of_a_state_that_o_is_made_of_is_that_of_what_follows(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        o, state = recurrent({"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=q.shape[3] ** -0.5)
+        return o.to(v.dtype), state
+
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "mine", mine, raising=False)
+    with capture_linear(functions={"kda": mine}) as calls:
+        o, state = vars(here)["mine"](**inputs("kda"))
+        (o.square().sum() + state.sum() if used else o.square().sum()).backward()
+    assert ("dfinal_state" in calls[0].tensors) == used
+    assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", ["rwkv7", "kda", "gla"])
 def test_released_kernels_are_not_wrong(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:

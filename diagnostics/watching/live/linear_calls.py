@@ -244,7 +244,7 @@ class LinearRecorder:
             aliases = _alias(operator, bound, slots, first, turned=turned)
             self._inside = True
             try:
-                result = function(*bound.args, **bound.kwargs)
+                result = _with_alias(function(*bound.args, **bound.kwargs))
             finally:
                 self._inside = False
             try:
@@ -339,6 +339,14 @@ def _alias(
             )
             bound.arguments[name] = aliases[ours] = alias
     return aliases
+
+
+def _with_alias(result: Any) -> Any:
+    """What was returned, with a view of the last state: its gradient is not that of an o which was made of it."""
+    state = result[1] if type(result) is tuple and len(result) > 1 else None
+    if not isinstance(state, Tensor) or not state.requires_grad:
+        return result
+    return (result[0], state.view_as(state), *result[2:])
 
 
 def _unreached(outputs: Sequence[Any], aliases: Mapping[str, Tensor]) -> tuple[str, ...]:
