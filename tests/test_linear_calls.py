@@ -169,6 +169,22 @@ def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch
         pass
 
 
+def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+        o, state = recurrent(x, scale=q.shape[3] ** -0.5)
+        return o.to(v.dtype), initial_state.copy_(state)
+
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "mine", mine, raising=False)
+    given = {n: t.detach() for n, t in inputs("kda").items()}
+    with torch.no_grad(), capture_linear(functions={"kda": mine}) as calls:
+        vars(here)["mine"](**given, initial_state=torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0)))
+    assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_the_gradient_of_a_state_that_o_is_made_of_is_that_of_what_follows(
     used: bool, monkeypatch: pytest.MonkeyPatch

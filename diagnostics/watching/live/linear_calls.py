@@ -241,6 +241,11 @@ class LinearRecorder:
             batch = next((len(t) for t in given if isinstance(t, Tensor) and t.ndim > 2), 0)
             first = None if packed or batch <= (self._sequences or batch) else self._sequences
             turned = has_values_first(bound)
+            try:
+                tensors = _arguments(operator, bound, first, turned=turned)
+            except Exception as error:
+                self.refuse(f"{type(error).__name__}: {error}")
+                return function(*args, **kwargs)
             aliases = _alias(operator, bound, slots, first, turned=turned)
             self._inside = True
             try:
@@ -248,7 +253,7 @@ class LinearRecorder:
             finally:
                 self._inside = False
             try:
-                self._record(operator, function, bound, slots, result, first, place, aliases, turned=turned)
+                self._record(operator, function, bound, tensors, slots, result, first, place, aliases, turned=turned)
             except InputError as error:
                 self.refuse(f"{function.__name__} {error}")
             except Exception as error:
@@ -266,6 +271,7 @@ class LinearRecorder:
         operator: str,
         function: Callable[..., Any],
         bound: inspect.BoundArguments,
+        tensors: dict[str, Tensor],
         slots: dict[str, Tensor],
         result: Any,
         first: int | None,
@@ -275,25 +281,15 @@ class LinearRecorder:
         turned: bool,
     ) -> None:
         bound.apply_defaults()
-        given = dict(bound.arguments)
-        given |= given.pop("kwargs", {})
+        given = _given(bound)
         for name, what in _REFUSED.items():
             value = given.get(name)
             if value is not None and value is not False:
                 self.refuse(f"{function.__name__} with {name}: {what} is not known to a capture; pass what it makes")
                 return
-        known = ALIASES[""] | ALIASES.get(operator, {})
-        setting = LINEAR_OPERATORS[operator]
-        wanted = {*setting.arguments, *setting.optional, "initial_state", "cu_seqlens"}
         if operator == "gated_delta_rule" and given.get("gk") is not None:
             self.refuse(f"{function.__name__} with gk: a decay a channel; that is kda")
             return
-        tensors: dict[str, Any] = {}
-        for theirs, value in given.items():
-            ours = _ours(known, theirs)
-            if ours in wanted and isinstance(value, Tensor):
-                # What follows may change it in place.
-                tensors[ours] = _kept(ours, value, first, turned=turned)
         with torch.no_grad():
             made = gates(operator, given)
         made = Gates(*({n: _kept(n, t, first) for n, t in each.items()} for each in (made.tensors, made.otherwise)))
@@ -319,6 +315,25 @@ class LinearRecorder:
 
 def _ours(known: Mapping[str, str], theirs: str) -> str:
     return "initial_state" if theirs == VALUES_FIRST else known.get(theirs, theirs)
+
+
+def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
+    given = dict(bound.arguments)
+    return given | given.pop("kwargs", {})
+
+
+def _arguments(
+    operator: str, bound: inspect.BoundArguments, first: int | None, *, turned: bool
+) -> dict[str, Tensor]:
+    """Copies of the tensors that the operator takes: the call may write into them, and so may what follows."""
+    known, setting = ALIASES[""] | ALIASES.get(operator, {}), LINEAR_OPERATORS[operator]
+    wanted = {*setting.arguments, *setting.optional, "initial_state", "cu_seqlens"}
+    given = {_ours(known, theirs): value for theirs, value in _given(bound).items()}
+    return {
+        ours: _kept(ours, value, first, turned=turned)
+        for ours, value in given.items()
+        if ours in wanted and isinstance(value, Tensor)
+    }
 
 
 def _alias(
