@@ -170,9 +170,7 @@ def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mine(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def mine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
         x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
         o, state = recurrent(x, scale=q.shape[3] ** -0.5)
         return o.to(v.dtype), initial_state.copy_(state)

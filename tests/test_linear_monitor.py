@@ -19,7 +19,7 @@ from attn_diag import Monitor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-from attn_diag.watching.live.linear_calls import LinearRecorder
+from attn_diag.watching.live.linear_records import LinearRecorder
 from attn_diag.watching.monitoring.alarm import replay
 from attn_diag.watching.monitoring.linear import said_of
 from attn_diag.watching.monitoring.record import read_log

@@ -1,0 +1,88 @@
+"""RWKV-LM's own operators of RWKV-7, met in torch's dispatcher: autograd Functions call them, and TorchScript those.
+
+Their forward is given six arguments [B, T, H, N] and writes o, states and more; their backward is given the same six,
+dO and those states, and writes the six gradients. In place of the decay's logarithm they take what it is made of, so
+that there is no gradient of g. Sources: github.com/BlinkDL/RWKV-LM, RWKV-v5/cuda and RWKV-v7/train_temp/cuda.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_diag.captures.linear_gates import Gates
+from attn_diag.watching.live.linear_records import LinearCallRecord, LinearRecorder, kept
+from attn_diag.watching.live.operators import Makes
+from attn_diag.watching.live.untraced import passed_by
+
+
+def _exponential(w: Tensor) -> Tensor:
+    return -w.float().exp()
+
+
+def _clamped(w: Tensor) -> Tensor:
+    return -math.exp(-0.5) * w.float().sigmoid()
+
+
+_CLAMPED = ("qgkvab", _clamped)
+# The order of their arguments, by our names, and the decay's logarithm of what they are given as g.
+_OPERATORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "wind_backstepping": ("gqkvab", _exponential),
+    **dict.fromkeys(("rwkv7_clampw", "rwkv7_clampw_v3", "rwkv7_clampw128_v2"), _CLAMPED),
+}
+
+
+def rwkv_kernels(recorder: LinearRecorder) -> Iterator[tuple[str, str, Makes]]:
+    """Kernels that record calls of these operators: each by its name, with the dispatch key that it is for."""
+    # Their last states are fp32 tensors of one call, which its backward is given again.
+    ran: dict[int, LinearCallRecord] = {}
+    for name, (order, decay) in _OPERATORS.items():
+        for device in ("CPU", "CUDA"):
+            yield f"{name}::forward", device, _forward(recorder, name, order, decay, ran)
+            yield f"{name}::backward", device, _backward(recorder, order, ran)
+
+
+def _forward(
+    recorder: LinearRecorder, name: str, order: str, decay: Callable[[Tensor], Tensor], ran: dict[int, Any]
+) -> Makes:
+    def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
+        def run(keys: Any, *args: Any) -> Any:
+            place = recorder.begins() if type(args[0]) is Tensor else None
+            first = recorder.first(args[0])
+            with torch.no_grad():
+                given = {} if place is None else {n: kept(n, t, first) for n, t in zip(order, args, strict=False)}
+            result = kernel(keys, *args)
+            if place is not None:
+                o, states = args[len(order) : len(order) + 2]
+                given["o"] = kept("o", o, first)
+                gates = Gates({"g": decay(given["g"])})
+                record = LinearCallRecord("rwkv7", name, place, given, {"kernel": name}, {}, gates=gates)
+                recorder.calls.append(record)
+                ran[states.data_ptr()] = record
+            return result
+
+        passed_by(run.__code__)
+        return run
+
+    return make
+
+
+def _backward(recorder: LinearRecorder, order: str, ran: dict[int, LinearCallRecord]) -> Makes:
+    def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
+        def run(keys: Any, *args: Any) -> Any:
+            result = kernel(keys, *args)
+            dy, states = args[len(order) : len(order) + 2]
+            if (record := ran.pop(states.data_ptr(), None)) is not None:
+                first = recorder.first(dy)
+                made = {"do": dy} | {f"d{n}": t for n, t in zip(order, args[-len(order) :], strict=True)}
+                record.gradients.update({n: kept(n, t, first) for n, t in made.items()})
+            return result
+
+        passed_by(run.__code__)
+        return run
+
+    return make
