@@ -303,6 +303,9 @@ class Causes:
         # Few numbers prove no site; one that another quantity has proved need not be proved by them, if it is most of it.
         proven &= one not in self._found or explained <= FAULT_EXPLAINS
         doubtful = cause in _DECAYS and (1 - explained) * total > BEYOND**2 * noise
+        if cause == "decay_steps":  # not where one of both roundings leaves about as much
+            ones = [self._explained((step, chunk), name, observed, place, proven=False) for step in _STEPS[:2]]
+            doubtful |= LOSSY * (1 - explained) > 1 - max(ones)
         return 0.0 if doubtful or (proven and not self._in_bits(error, change, reference, name)) else explained
 
     def _in_bits(self, error: Tensor, change: Tensor, reference: Tensor, name: str) -> bool:
