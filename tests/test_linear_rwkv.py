@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,11 @@ def test_a_call_is_captured_with_its_decay_and_gradients(given: tuple[str, list[
     assert attn_diag.inspect_linear(call).labels == {"clean"}
 
 
+def run_rwkv7(name: str, *given: Tensor) -> Tensor:
+    made: Tensor = Wkv.apply(name, *given)  # type: ignore[no-untyped-call]
+    return made
+
+
 class Mixing(nn.Module):
     """A layer, whose arguments are parameters."""
 
@@ -108,8 +114,7 @@ class Mixing(nn.Module):
         self.name, self.given = name, nn.ParameterList(arguments)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = Wkv.apply(self.name, *(t * x for t in self.given))  # type: ignore[no-untyped-call]
-        return made
+        return run_rwkv7(self.name, *(t * x for t in self.given))
 
 
 def test_the_monitor_alarms_where_the_state_is_kept_in_16_bits(given: tuple[str, list[Tensor]]) -> None:
@@ -127,3 +132,14 @@ def test_the_monitor_alarms_where_the_state_is_kept_in_16_bits(given: tuple[str,
         assert [layer.module for check in monitor.history for layer in check.layers] == ["", ""]
         kinds.append({alarm.kind for alarm in monitor.alarms})
     assert kinds == [set(), {"rounding"}]
+
+
+def test_capture_names_what_captures_it(
+    given: tuple[str, list[Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(Mixing(*given))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with attn_diag.capture(model, tmp_path):
+        model(torch.ones((), dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    assert f"0 (Mixing); it calls {__name__}.run_rwkv7 (linear attention): attn_diag.capture_linear" in caplog.text

@@ -457,7 +457,7 @@ class TimeMixing(nn.Module):
         return x + chunk_rwkv6(self.r_proj(x), self.k_proj(x), self.v_proj(x))
 
 
-def run_rwkv7(r: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def run_rwkv6(r: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v * (r * k).sum(-1, keepdim=True)
 
 
@@ -471,7 +471,7 @@ def scripted() -> nn.Module:
 
         @torch.jit.script_method
         def forward(self, x: Tensor) -> Tensor:
-            return x + run_rwkv7(self.receptance(x), self.key(x), self.value(x))
+            return x + run_rwkv6(self.receptance(x), self.key(x), self.value(x))
 
     return Scripted()
 
@@ -511,7 +511,7 @@ def test_layers_without_queries_are_named(tmp_path: Path, caplog: pytest.LogCapt
     assert f"0 (Scanning); it calls {__name__}.mamba2_chunk_scan (linear attention): attn_diag.capture_linear" in said
     neither = "a recurrence that is neither captured nor judged here"
     assert f"1 (TimeMixing); it calls {__name__}.chunk_rwkv6: {neither}" in said
-    assert f"2 (Scripted); it calls {__name__}.run_rwkv7: {neither}" in said
+    assert f"2 (Scripted); it calls {__name__}.run_rwkv6: {neither}" in said
     assert f"3 (Selective); it calls {__name__}.mamba_selective_scan: {neither}" in said
     assert "4 (Lightning); it has decays, and calls no function that is known" in said
 

@@ -36,6 +36,11 @@ _OPERATORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
+def is_loaded() -> bool:
+    """Whether one of these operators is there."""
+    return any(torch._C._dispatch_has_kernel(f"{name}::forward") for name in _OPERATORS)
+
+
 def rwkv_kernels(recorder: LinearRecorder) -> Iterator[tuple[str, str, Makes]]:
     """Kernels that record calls of these operators: each by its name, with the dispatch key that it is for."""
     # Their last states are fp32 tensors of one call, which its backward is given again.

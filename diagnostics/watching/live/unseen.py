@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_diag.watching.live import flex_graphs, intercept
+from attn_diag.watching.live import flex_graphs, intercept, rwkv_operators
 from attn_diag.watching.live.class_code import is_linear, kernels, mentions, names, recurs
 from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
@@ -225,7 +225,8 @@ class Unseen:
 
     def _advice(self, one: _Candidate) -> str:
         unknown, compiled = _unknown(one.module), self._compiled(one)
-        if linear := [path for name, path in unknown.items() if operator_of(name) is not None]:
+        met = [path for path in unknown.values() if "rwkv7" in path.lower() and rwkv_operators.is_loaded()]
+        if linear := met + [path for name, path in unknown.items() if operator_of(name) is not None]:
             fused = any("split_conv1d_scan" in name for name in _mentioned(one.module))
             words = LINEAR.format(", ".join(sorted(linear)))
             return words + FUSED_SCAN * fused + OUTSIDE * compiled
