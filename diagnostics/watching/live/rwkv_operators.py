@@ -8,8 +8,9 @@ that there is no gradient of g. Sources: github.com/BlinkDL/RWKV-LM, RWKV-v5/cud
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ def is_loaded() -> bool:
 
 def rwkv_kernels(recorder: LinearRecorder) -> Iterator[tuple[str, str, Makes]]:
     """Kernels that record calls of these operators: each by its name, with the dispatch key that it is for."""
-    # Their last states are fp32 tensors of one call, which its backward is given again.
-    ran: dict[int, LinearCallRecord] = {}
+    # By where their states are: fp32 tensors of one call, which its backward is given again.
+    ran: MutableMapping[int, LinearCallRecord] = WeakValueDictionary()
     for name, (order, decay) in _OPERATORS.items():
         for device in ("CPU", "CUDA"):
             yield f"{name}::forward", device, _forward(recorder, name, order, decay, ran)
@@ -52,22 +53,23 @@ def rwkv_kernels(recorder: LinearRecorder) -> Iterator[tuple[str, str, Makes]]:
 
 
 def _forward(
-    recorder: LinearRecorder, name: str, order: str, decay: Callable[[Tensor], Tensor], ran: dict[int, Any]
-) -> Makes:
+    recorder: LinearRecorder, name: str, order: str, decay: Callable[[Tensor], Tensor],
+    ran: MutableMapping[int, LinearCallRecord],
+) -> Makes:  # fmt: skip
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
-            place = recorder.begins() if type(args[0]) is Tensor else None
-            first = recorder.first(args[0])
-            with torch.no_grad():
-                given = {} if place is None else {n: kept(n, t, first) for n, t in zip(order, args, strict=False)}
             result = kernel(keys, *args)
-            if place is not None:
-                o, states = args[len(order) : len(order) + 2]
-                given["o"] = kept("o", o, first)
-                gates = Gates({"g": decay(given["g"])})
-                record = LinearCallRecord("rwkv7", name, place, given, {"kernel": name}, {}, gates=gates)
-                recorder.calls.append(record)
+            *given, o, states, _ = args
+            if type(o) is not Tensor:
+                return result
+            ran.pop(states.data_ptr(), None)  # where another call had its own before
+            if (place := recorder.begins()) is not None:
+                first = recorder.first(o)
+                tensors = {n: kept(n, t, first) for n, t in zip((*order, "o"), (*given, o), strict=True)}
+                gates = Gates({"g": decay(tensors["g"])})
+                record = LinearCallRecord("rwkv7", name, place, tensors, {"kernel": name}, {}, gates=gates)
                 ran[states.data_ptr()] = record
+                recorder.calls.append(record)
             return result
 
         passed_by(run.__code__)
@@ -76,15 +78,14 @@ def _forward(
     return make
 
 
-def _backward(recorder: LinearRecorder, order: str, ran: dict[int, LinearCallRecord]) -> Makes:
+def _backward(recorder: LinearRecorder, order: str, ran: MutableMapping[int, LinearCallRecord]) -> Makes:
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
             result = kernel(keys, *args)
             dy, states = args[len(order) : len(order) + 2]
-            if (record := ran.pop(states.data_ptr(), None)) is not None:
-                first = recorder.first(dy)
+            if type(dy) is Tensor and (record := ran.pop(states.data_ptr(), None)) is not None:
                 made = {"do": dy} | {f"d{n}": t for n, t in zip(order, args[-len(order) :], strict=True)}
-                record.gradients.update({n: kept(n, t, first) for n, t in made.items()})
+                record.gradients.update({n: kept(n, t, recorder.first(dy)) for n, t in made.items()})
             return result
 
         passed_by(run.__code__)
