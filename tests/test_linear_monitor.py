@@ -112,7 +112,7 @@ def test_sums_that_autocast_rounds_are_said_to_be_its(fla: Any) -> None:
 
 
 def test_a_gradient_that_sums_the_whole_batch_is_not_held_against_its_first_sequence(fla: Any) -> None:
-    def scan(q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor) -> Tensor:  # noqa: N803
+    def scan(q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor) -> Tensor:
         return chunked("mamba2", {"q": q, "k": k, "v": v, "dt": dt, "A": A}, HEALTHY)
 
     fla.scan = scan

@@ -1,4 +1,4 @@
-"""RWKV-LM's operators of RWKV-7, met in the dispatcher: stand-ins of their names and arguments, out of TorchScript too."""
+"""RWKV-LM's operators of RWKV-7, met in the dispatcher: stand-ins of their names and arguments."""
 
 from __future__ import annotations
 
@@ -104,6 +104,20 @@ def test_a_call_is_captured_with_its_decay_and_gradients(given: tuple[str, list[
 def run_rwkv7(name: str, *given: Tensor) -> Tensor:
     made: Tensor = Wkv.apply(name, *given)  # type: ignore[no-untyped-call]
     return made
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+def test_torchscript_calls_them_too() -> None:
+    def attend(w: Tensor, q: Tensor, o: Tensor, more: Tensor) -> Tensor:
+        torch.ops.wind_backstepping.forward(w, q, q, q, q, q, o, more, more)
+        return o
+
+    library("wind_backstepping")
+    scripted: Any = torch.jit.script(attend)
+    q = torch.nn.functional.normalize(torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    with attn_diag.capture_linear() as calls:
+        o = scripted(torch.zeros(1, 8, 2, 16), q, torch.empty_like(q), torch.empty(1))
+    assert [torch.equal(call.tensors["o"], o) for call in calls] == [True]
 
 
 class Mixing(nn.Module):

@@ -300,7 +300,7 @@ class Causes:
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
         explained, noise = common**2 / size / total, float((sound - reference).square().sum())
-        # Few numbers prove no site; one that another quantity has proved need not be proved by them, if it is most of it.
+        # Few numbers prove no site; one that another quantity has proved need not be proved by them, if it is most.
         proven &= one not in self._found or explained <= FAULT_EXPLAINS
         doubtful = cause in _DECAYS and (1 - explained) * total > BEYOND**2 * noise
         if cause == "decay_steps":  # not where one of both roundings leaves about as much

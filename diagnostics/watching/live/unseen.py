@@ -48,8 +48,8 @@ IN_EAGER = (
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
 RECURRENCE = "it calls {}: a recurrence that is neither captured nor judged here"
 OWN_RECURRENCE = (
-    "it has decays, and calls no function that is known: its own linear attention, if it is that. Once that is a function "
-    "with an operator's arguments, it is seen: attn_diag.capture_linear or Monitor with functions={operator: function}"
+    "it has decays, and calls no function that is known: its own linear attention, if it is that. Once that is a "
+    "function with an operator's arguments, attn_diag.capture_linear or Monitor sees it: functions={operator: function}"
 )
 FUSED_SCAN = " (not mamba_ssm's mamba_split_conv1d_scan_combined, which a training step calls where it is installed)"
 OUTSIDE = ", outside of compiled graphs"
