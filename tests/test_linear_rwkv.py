@@ -49,7 +49,8 @@ def library(name: str) -> Any:
         for into, gradient in zip(args[9:], made, strict=True):
             into.copy_(gradient)
 
-    LIBRARIES[name] = made = torch.library.Library(name, "DEF")  # type: ignore[no-untyped-call]
+    made: Any = torch.library.Library(name, "DEF")  # type: ignore[no-untyped-call]
+    LIBRARIES[name] = made
     for function, read, write in ((forward, 6, 3), (backward, 9, 6)):
         names = [f"Tensor x{i}" for i in range(read)] + [f"Tensor({chr(97 + i)}!) y{i}" for i in range(write)]
         made.define(f"{function.__name__}({', '.join(names)}) -> ()")

@@ -469,7 +469,7 @@ def scripted() -> nn.Module:
             super().__init__()
             self.receptance, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-        @torch.jit.script_method
+        @torch.jit.script_method  # type: ignore[attr-defined, untyped-decorator]
         def forward(self, x: Tensor) -> Tensor:
             return x + run_rwkv6(self.receptance(x), self.key(x), self.value(x))
 

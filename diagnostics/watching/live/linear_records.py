@@ -198,7 +198,8 @@ def _ours(known: Mapping[str, str], theirs: str) -> str:
 
 def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
     given = dict(bound.arguments)
-    return given | given.pop("kwargs", {})
+    rest: dict[str, Any] = given.pop("kwargs", {})
+    return given | rest
 
 
 def _arguments(operator: str, bound: inspect.BoundArguments, first: int | None, *, turned: bool) -> dict[str, Tensor]:
