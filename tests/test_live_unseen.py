@@ -491,6 +491,20 @@ class Selective(nn.Module):
         return x + mamba_selective_scan(*self.in_proj(x).chunk(2, -1))
 
 
+class Method(nn.Module):
+    """As mambapy's, whose scan is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def selective_scan(self, x: Tensor, dt: Tensor) -> Tensor:
+        return x * dt
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.selective_scan(*self.in_proj(x).chunk(2, -1))
+
+
 class Lightning(OwnAttention):
     """As MiniMax's, whose own code is linear attention with decays."""
 
@@ -505,7 +519,7 @@ class Lightning(OwnAttention):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_layers_without_queries_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, loss = stack(Scanning(), TimeMixing(), scripted(), Selective(), Lightning())
+    model, loss = stack(Scanning(), TimeMixing(), scripted(), Selective(), Lightning(), Method())
     watched(model, loss, model, tmp_path)
     (said,) = set(words(caplog))
     assert f"0 (Scanning); it calls {__name__}.mamba2_chunk_scan (linear attention): attn_diag.capture_linear" in said
@@ -514,6 +528,7 @@ def test_layers_without_queries_are_named(tmp_path: Path, caplog: pytest.LogCapt
     assert f"2 (Scripted); it calls {__name__}.run_rwkv6: {neither}" in said
     assert f"3 (Selective); it calls {__name__}.mamba_selective_scan: {neither}" in said
     assert "4 (Lightning); it has decays, and calls no function that is known" in said
+    assert "5 (Method); it has decays, and calls no function that is known" in said
 
 
 def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,8 @@ from attn_diag.watching.live.linear_calls import operator_of
 
 # By name, with the module's: Mamba-1's scan, RWKV's and xLSTM's operators, and others of flash-linear-attention.
 _RECURRENCE = re.compile(
-    r"selective_scan|mamba_inner|rwkv\d|rwkv_linear_attention$|mlstm|fla\.ops\..*\.(fused_)?(chunk|recurrent)_",
+    r"(selective_scan|mamba_inner|rwkv\d)[^.]*$|rwkv_linear_attention$|mlstm"
+    r"|fla\.ops\..*\.(fused_)?(chunk|recurrent)_(?![^.]*cumsum)[^.]*$",
     re.IGNORECASE,
 )
 
@@ -35,7 +36,7 @@ def recurs(path: str) -> bool:
 
 def is_linear(kind: type) -> bool:
     """Whether the code of a class calls a released function of linear attention, or another recurrence."""
-    return any(_recurs(name, function) for name, function in _named(kind))
+    return any(_recurs(name, function) for name, function in _named(kind)) or "selective_scan" in mentions(kind)
 
 
 def _recurs(name: str, function: FunctionType) -> bool:

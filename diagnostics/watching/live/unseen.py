@@ -49,7 +49,8 @@ LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that
 RECURRENCE = "it calls {}: a recurrence that is neither captured nor judged here"
 OWN_RECURRENCE = (
     "it has decays, and calls no function that is known: its own linear attention, if it is that. Once that is a "
-    "function with an operator's arguments, attn_diag.capture_linear or Monitor sees it: functions={operator: function}"
+    "function with an operator's arguments (not Mamba-1's), attn_diag.capture_linear or Monitor sees it: "
+    "functions={operator: function}"
 )
 FUSED_SCAN = " (not mamba_ssm's mamba_split_conv1d_scan_combined, which a training step calls where it is installed)"
 OUTSIDE = ", outside of compiled graphs"
@@ -372,8 +373,8 @@ def _unknown(module: nn.Module) -> dict[str, str]:
 
 
 def _decays(module: nn.Module) -> bool:
-    """Whether its code has decays, as linear attention without a function of its own has."""
-    return any("decay" in name for name in _mentioned(module))
+    """Whether its code has decays, as linear attention without a function of its own has, or a scan as a method."""
+    return any("decay" in name or name == "selective_scan" for name in _mentioned(module))
 
 
 def _mentioned(module: nn.Module) -> frozenset[str]:
