@@ -391,6 +391,16 @@ def test_decays_that_are_made_in_16_bits_throughout_are_named() -> None:
     assert {q.cause for q in quantities} == {"decay_steps"}, found.report()
 
 
+@pytest.mark.parametrize("cause", ["decay_exponential", "decay_clamped"])
+def test_what_rwkv_lm_calls_w_is_no_logarithm(cause: str) -> None:
+    tensors, _ = call_of("rwkv7", 0, steps=48)
+    w = tensors["g"]
+    g = -w.exp() if cause == "decay_exponential" else -0.6065306597 * w.sigmoid()
+    o, _ = recurrent({**tensors, "g": g}, scale=1.0)
+    found = attn_diag.inspect_linear(LinearCapture("rwkv7", {**tensors, "o": o.bfloat16()}))
+    assert [q.cause for q in found.heads[0].quantities] == [cause], found.report()
+
+
 def test_a_site_that_is_there_does_not_cover_what_is_beyond_every_rounding() -> None:
     # In BF16 a decay of 0.998 is 0.996 or 1: far off after some hundred steps, and all of that is the site's.
     given = rounded(linear_inputs("simple_gla", (1, 128, 1, 16, 16), 1))
