@@ -183,6 +183,13 @@ def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypat
     assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
 
 
+def test_a_call_that_a_cuda_graph_records_has_no_numbers_yet(fla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_diag.watching.live.linear_records.in_cuda_graph", lambda: True)
+    with capture_linear() as calls:
+        fla.chunk_kda(**inputs("kda"))
+    assert not calls
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_the_gradient_of_a_state_that_o_is_made_of_is_that_of_what_follows(
     used: bool, monkeypatch: pytest.MonkeyPatch

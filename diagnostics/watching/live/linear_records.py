@@ -19,6 +19,7 @@ from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
 from attn_diag.captures.linear_gates import Gates, gates, has_values_first
 from attn_diag.errors import InputError
 from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, linear_reference
+from attn_diag.watching.live.stream_capture import in_cuda_graph
 
 # Of autograd's graph of one call: recurrences in torch have ten a step.
 _MOST_NODES = 100_000
@@ -97,8 +98,8 @@ class LinearRecorder:
         self._inside = False
 
     def begins(self) -> Any:
-        """The place of a call that is about to run; None where it is not to be recorded. One may call another."""
-        return None if self._inside else self._begins()
+        """The place of a call that runs; None where it is not to be recorded: in another one, or in a CUDA graph."""
+        return None if self._inside or in_cuda_graph() else self._begins()
 
     def first(self, tensor: Tensor) -> int | None:
         """So many sequences of a batch are kept, the first; None: all of it."""
