@@ -17,7 +17,8 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-from attn_diag.watching.live.linear_calls import capture_linear
+from attn_diag.watching.live.linear_calls import capture_linear, replace_functions
+from attn_diag.watching.live.linear_records import LinearRecorder
 
 
 def chunk_kda(
@@ -181,6 +182,22 @@ def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypat
     with torch.no_grad(), capture_linear(functions={"kda": mine}) as calls:
         vars(here)["mine"](**given, initial_state=torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0)))
     assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
+
+
+def test_two_that_watch_end_in_any_order(fla: Any) -> None:
+    function = fla.chunk_kda
+    recorders = [LinearRecorder(lambda: True) for _ in range(2)]
+    for order in ((0, 1), (1, 0)):
+        ends = [replace_functions(recorder) for recorder in recorders]
+        going = set(order)
+        for number in order:
+            ends[number]()
+            going.remove(number)
+            for recorder in recorders:
+                recorder.calls.clear()
+            fla.chunk_kda(**inputs("kda"))
+            assert {number for number, recorder in enumerate(recorders) if recorder.calls} == going
+        assert fla.chunk_kda is function
 
 
 def test_a_call_that_a_cuda_graph_records_has_no_numbers_yet(fla: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import attn_diag
 from attn_diag import Monitor
 from attn_diag.reference.linear import linear_reference
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
+from attn_diag.watching.live.linear_records import LinearRecorder
+from attn_diag.watching.live.rwkv_operators import listen
 
 DECAYS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "wind_backstepping": ("gqkvab", lambda w: -w.exp()),
@@ -158,3 +160,19 @@ def test_capture_names_what_captures_it(
         model(torch.ones((), dtype=torch.bfloat16)).float().square().mean().backward()
         optimizer.step()
     assert f"0 (Mixing); it calls {__name__}.run_rwkv7 (linear attention): attn_diag.capture_linear" in caplog.text
+
+
+def test_two_that_watch_end_in_any_order(given: tuple[str, list[Tensor]]) -> None:
+    name, arguments = given
+    recorders = [LinearRecorder(lambda: True) for _ in range(2)]
+    for order in ((0, 1), (1, 0)):
+        ends = [listen(recorder) for recorder in recorders]
+        going = set(order)
+        for number in order:
+            ends[number]()
+            going.remove(number)
+            for recorder in recorders:
+                recorder.calls.clear()
+            run_rwkv7(name, *arguments).float().sum().backward()
+            assert {n for n, recorder in enumerate(recorders) if recorder.calls} == going
+            assert all("dq" in call.gradients for n in going for call in recorders[n].calls)

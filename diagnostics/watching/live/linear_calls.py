@@ -20,9 +20,8 @@ from attn_diag.errors import InputError
 from attn_diag.printing import say
 from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.watching.live.functions import namespaces
-from attn_diag.watching.live.linear_records import LinearRecorder
-from attn_diag.watching.live.operators import Kernels
-from attn_diag.watching.live.rwkv_operators import rwkv_kernels
+from attn_diag.watching.live.linear_records import ENDED, LinearRecorder
+from attn_diag.watching.live.rwkv_operators import listen
 
 _NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
@@ -107,8 +106,7 @@ def replace_functions(
         if operator not in LINEAR_OPERATORS:
             raise InputError(f"operator must be one of {', '.join(LINEAR_OPERATORS)}, got {operator!r}")
     met |= {id(f): (op, f) for op, f in _loaded()}
-    kernels = Kernels()
-    kernels.put(rwkv_kernels(recorder))
+    end = listen(recorder)
     wrapped = {key: recorder.wrapped(operator, function) for key, (operator, function) in met.items()}
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for space in list(namespaces()):
@@ -118,9 +116,15 @@ def replace_functions(
                 space[name] = wrapped[id(value)]
 
     def put_back() -> None:
+        end()
+        for wrapper in wrapped.values():
+            vars(wrapper)[ENDED] = True
         for space, name, value in changed:
-            space[name] = value
-        kernels.remove()
+            # Another one may stand in front of ours, and goes on; or have stood behind, and have ended.
+            if space.get(name) is wrapped[id(value)]:
+                while getattr(value, ENDED, False):
+                    value = value.__wrapped__
+                space[name] = value
 
     return put_back
 

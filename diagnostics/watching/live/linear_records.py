@@ -23,6 +23,8 @@ from attn_diag.watching.live.stream_capture import in_cuda_graph
 
 # Of autograd's graph of one call: recurrences in torch have ten a step.
 _MOST_NODES = 100_000
+# What a function of ours has that records no more, where another one stands in front of it.
+ENDED = "attn_diag_ended"
 _SWITCHES = ("use_qk_l2norm_in_kernel", "normalize")
 # What changes the mathematics in a way that a capture does not state, where it is given and not False.
 _REFUSED = {
@@ -110,7 +112,7 @@ class LinearRecorder:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if (place := self.begins()) is None:
+            if vars(call)[ENDED] or (place := self.begins()) is None:
                 return function(*args, **kwargs)
             slots: dict[str, Tensor] = {}
             try:
@@ -140,6 +142,7 @@ class LinearRecorder:
                 self.refuse(f"{type(error).__name__}: {error}")
             return result
 
+        vars(call)[ENDED] = False  # whatever is so of the function
         return call
 
     def refuse(self, reason: str) -> None:

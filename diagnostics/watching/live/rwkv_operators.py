@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_diag.captures.linear_gates import Gates
 from attn_diag.watching.live.linear_records import LinearCallRecord, LinearRecorder, kept
-from attn_diag.watching.live.operators import Makes
+from attn_diag.watching.live.operators import Kernels, Makes
 from attn_diag.watching.live.untraced import passed_by
 
 
@@ -36,40 +36,56 @@ _OPERATORS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     **dict.fromkeys(("rwkv7_clampw", "rwkv7_clampw_v3", "rwkv7_clampw128_v2"), _CLAMPED),
 }
 
+_KERNELS = Kernels()
+_LISTENING: list[LinearRecorder] = []
+# By whom, and where their states are: fp32 tensors of one call, which its backward is given again.
+_RAN: MutableMapping[tuple[int, int], LinearCallRecord] = WeakValueDictionary()
+
 
 def is_loaded() -> bool:
     """Whether one of these operators is there."""
     return any(torch._C._dispatch_has_kernel(f"{name}::forward") for name in _OPERATORS)
 
 
-def rwkv_kernels(recorder: LinearRecorder) -> Iterator[tuple[str, str, Makes]]:
-    """Kernels that record calls of these operators: each by its name, with the dispatch key that it is for."""
-    # By where their states are: fp32 tensors of one call, which its backward is given again.
-    ran: MutableMapping[int, LinearCallRecord] = WeakValueDictionary()
+def listen(recorder: LinearRecorder) -> Callable[[], None]:
+    """Have calls of these operators recorded; what is returned ends that.
+
+    An operator has one kernel of ours, however many listen: one below another could not be taken away first.
+    """
+    _LISTENING.append(recorder)
+    _KERNELS.put(_wanted())
+
+    def end() -> None:
+        if recorder in _LISTENING:
+            _LISTENING.remove(recorder)
+        if not _LISTENING:
+            _KERNELS.remove()
+
+    return end
+
+
+def _wanted() -> Iterator[tuple[str, str, Makes]]:
     for name, (order, decay) in _OPERATORS.items():
         for device in ("CPU", "CUDA"):
-            yield f"{name}::forward", device, _forward(recorder, name, order, decay, ran)
-            yield f"{name}::backward", device, _backward(recorder, order, ran)
+            yield f"{name}::forward", device, _forward(name, order, decay)
+            yield f"{name}::backward", device, _backward(order)
 
 
-def _forward(
-    recorder: LinearRecorder, name: str, order: str, decay: Callable[[Tensor], Tensor],
-    ran: MutableMapping[int, LinearCallRecord],
-) -> Makes:  # fmt: skip
+def _forward(name: str, order: str, decay: Callable[[Tensor], Tensor]) -> Makes:
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
             result = kernel(keys, *args)
             *given, o, states, _ = args
-            if type(o) is not Tensor:
-                return result
-            ran.pop(states.data_ptr(), None)  # where another call had its own before
-            if (place := recorder.begins()) is not None:
-                first = recorder.first(o)
-                tensors = {n: kept(n, t, first) for n, t in zip((*order, "o"), (*given, o), strict=True)}
-                gates = Gates({"g": decay(tensors["g"])})
-                record = LinearCallRecord("rwkv7", name, place, tensors, {"kernel": name}, {}, gates=gates)
-                ran[states.data_ptr()] = record
-                recorder.calls.append(record)
+            for recorder in tuple(_LISTENING) if type(o) is Tensor else ():
+                key = id(recorder), states.data_ptr()
+                _RAN.pop(key, None)  # where another call had its own before
+                if (place := recorder.begins()) is not None:
+                    first = recorder.first(o)
+                    tensors = {n: kept(n, t, first) for n, t in zip((*order, "o"), (*given, o), strict=True)}
+                    gates = Gates({"g": decay(tensors["g"])})
+                    record = LinearCallRecord("rwkv7", name, place, tensors, {"kernel": name}, {}, gates=gates)
+                    recorder.calls.append(record)
+                    _RAN[key] = record
             return result
 
         passed_by(run.__code__)
@@ -78,14 +94,15 @@ def _forward(
     return make
 
 
-def _backward(recorder: LinearRecorder, order: str, ran: MutableMapping[int, LinearCallRecord]) -> Makes:
+def _backward(order: str) -> Makes:
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
         def run(keys: Any, *args: Any) -> Any:
             result = kernel(keys, *args)
             dy, states = args[len(order) : len(order) + 2]
-            if type(dy) is Tensor and (record := ran.pop(states.data_ptr(), None)) is not None:
-                made = {"do": dy} | {f"d{n}": t for n, t in zip(order, args[-len(order) :], strict=True)}
-                record.gradients.update({n: kept(n, t, recorder.first(dy)) for n, t in made.items()})
+            for recorder in tuple(_LISTENING) if type(dy) is Tensor else ():
+                if (record := _RAN.pop((id(recorder), states.data_ptr()), None)) is not None:
+                    made = {"do": dy} | {f"d{n}": t for n, t in zip(order, args[-len(order) :], strict=True)}
+                    record.gradients.update({n: kept(n, t, recorder.first(dy)) for n, t in made.items()})
             return result
 
         passed_by(run.__code__)
