@@ -2,7 +2,8 @@
 
 Their forward is given six arguments [B, T, H, N] and writes o, states and more; their backward is given the same six,
 dO and those states, and writes the six gradients. In place of the decay's logarithm they take what it is made of, so
-that there is no gradient of g. Sources: github.com/BlinkDL/RWKV-LM, RWKV-v5/cuda and RWKV-v7/train_temp/cuda.
+that there is no gradient of g. Operators of these names with other arguments are left alone. Sources:
+github.com/BlinkDL/RWKV-LM, RWKV-v5/cuda and RWKV-v7/train_temp/cuda.
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ def _wanted() -> Iterator[tuple[str, str, Makes]]:
 
 def _forward(name: str, order: str, decay: Callable[[Tensor], Tensor]) -> Makes:
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
-        def run(keys: Any, *args: Any) -> Any:
-            result = kernel(keys, *args)
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            result = kernel(keys, *args, **kwargs)
+            if len(args) != len(order) + 3 or type(args[0]) is not Tensor:
+                return result
             *given, o, states, _ = args
-            for recorder in tuple(_LISTENING) if type(o) is Tensor else ():
+            for recorder in tuple(_LISTENING):
                 key = id(recorder), states.data_ptr()
                 _RAN.pop(key, None)  # where another call had its own before
                 if (place := recorder.begins()) is not None:
@@ -96,13 +99,15 @@ def _forward(name: str, order: str, decay: Callable[[Tensor], Tensor]) -> Makes:
 
 def _backward(order: str) -> Makes:
     def make(kernel: Any, _arguments: Any) -> Callable[..., Any]:
-        def run(keys: Any, *args: Any) -> Any:
-            result = kernel(keys, *args)
-            dy, states = args[len(order) : len(order) + 2]
-            for recorder in tuple(_LISTENING) if type(dy) is Tensor else ():
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            result = kernel(keys, *args, **kwargs)
+            if len(args) != 2 * len(order) + 3 or type(args[0]) is not Tensor:
+                return result
+            dy, states, _, *made = args[len(order) :]
+            for recorder in tuple(_LISTENING):
                 if (record := _RAN.pop((id(recorder), states.data_ptr()), None)) is not None:
-                    made = {"do": dy} | {f"d{n}": t for n, t in zip(order, args[-len(order) :], strict=True)}
-                    record.gradients.update({n: kept(n, t, recorder.first(dy)) for n, t in made.items()})
+                    gradients = {"do": dy} | {f"d{n}": t for n, t in zip(order, made, strict=True)}
+                    record.gradients.update({n: kept(n, t, recorder.first(dy)) for n, t in gradients.items()})
             return result
 
         passed_by(run.__code__)
