@@ -134,6 +134,7 @@ class Mixing(nn.Module):
         return run_rwkv7(self.name, *(t * x for t in self.given))
 
 
+@pytest.mark.parametrize("given", ["wind_backstepping"], indirect=True)
 def test_the_monitor_alarms_where_the_state_is_kept_in_16_bits(given: tuple[str, list[Tensor]]) -> None:
     model = Mixing(*given)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
