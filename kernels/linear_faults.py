@@ -167,6 +167,12 @@ FAULTS: dict[str, LinearFaultKind] = {
     "decay_root": _fault("every decay is the square root of what it should be", "decay",
                          change=_given("g", lambda g: g / 2)),
     "decay_not_applied": _fault("nothing decays", "decay", change=_given("g", torch.zeros_like)),
+    "decay_exponential": _fault(
+        "the decays are exp(-exp(w)), as RWKV-LM's kernels make them, of what is taken for their logarithms", "decay",
+        "free", change=_given("g", lambda g: -g.exp())),
+    "decay_clamped": _fault(
+        "the decays are exp(-sigmoid(w) / sqrt(e)), as RWKV-LM's kernels make them, of what is taken for their "
+        "logarithms", "decay", "free", change=_given("g", lambda g: -math.exp(-0.5) * g.sigmoid())),
     "decay_late": _fault("each step has the decay of the step before it", "decay",
                          change=_given("g", lambda g: shifted(g, 1))),
     "decay_early": _fault("each step has the decay of the step after it", "decay",

@@ -130,7 +130,7 @@ def _legend(found: DtypeDrift) -> str:
     return (
         f"Not listed: changes of dtype that the code asks for, or autocast's rules ({by_design}). Expected of q, k and "
         "v: autocast's dtype, else the narrowest among them. Not seen: backward passes on a GPU, other threads, and "
-        "what operators, autograd Functions and nn.MultiheadAttention compute inside."
+        "what operators, autograd Functions, TorchScript and nn.MultiheadAttention compute inside."
     )
 
 

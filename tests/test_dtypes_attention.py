@@ -249,3 +249,16 @@ def test_check_qkv_breaks_no_graph() -> None:
 
     q, k, v = halves()
     assert torch.equal(attend(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_what_torchscript_made_is_not_said_to_be_older_than_the_trace() -> None:
+    def widen(x: Tensor) -> Tensor:
+        return x.float() * 2
+
+    scripted: Any = torch.jit.script(widen)
+    x = torch.ones(1, 4, 8, dtype=torch.bfloat16)
+    with trace_dtypes() as trace, pytest.raises(InputError):
+        check_qkv(x, scripted(x), x)
+    assert "k is float32, and was so before the trace began, or was made where it cannot see" in trace.report(200)
+    assert "TorchScript" in trace.report(200)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-from attn_diag.watching.live.linear_calls import capture_linear
+from attn_diag.watching.live.linear_calls import capture_linear, replace_functions
+from attn_diag.watching.live.linear_records import LinearRecorder
 
 
 def chunk_kda(
@@ -167,6 +168,60 @@ def test_another_function_is_met_by_its_operator(monkeypatch: pytest.MonkeyPatch
     assert [c.operator for c in calls] == ["kda"]
     with pytest.raises(attn_diag.InputError, match="operator must be"), capture_linear(functions={"softmax": mine}):
         pass
+
+
+def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+        x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+        o, state = recurrent(x, scale=q.shape[3] ** -0.5)
+        return o.to(v.dtype), initial_state.copy_(state)
+
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "mine", mine, raising=False)
+    given = {n: t.detach() for n, t in inputs("kda").items()}
+    with torch.no_grad(), capture_linear(functions={"kda": mine}) as calls:
+        vars(here)["mine"](**given, initial_state=torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0)))
+    assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
+
+
+def test_two_that_watch_end_in_any_order(fla: Any) -> None:
+    function = fla.chunk_kda
+    recorders = [LinearRecorder(lambda: True) for _ in range(2)]
+    for order in ((0, 1), (1, 0)):
+        ends = [replace_functions(recorder) for recorder in recorders]
+        going = set(order)
+        for number in order:
+            ends[number]()
+            going.remove(number)
+            for recorder in recorders:
+                recorder.calls.clear()
+            fla.chunk_kda(**inputs("kda"))
+            assert {number for number, recorder in enumerate(recorders) if recorder.calls} == going
+        assert fla.chunk_kda is function
+
+
+def test_a_call_that_a_cuda_graph_records_has_no_numbers_yet(fla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_diag.watching.live.linear_records.in_cuda_graph", lambda: True)
+    with capture_linear() as calls:
+        fla.chunk_kda(**inputs("kda"))
+    assert not calls
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_gradient_of_a_state_that_o_is_made_of_is_that_of_what_follows(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        o, state = recurrent({"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=q.shape[3] ** -0.5)
+        return o.to(v.dtype), state
+
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "mine", mine, raising=False)
+    with capture_linear(functions={"kda": mine}) as calls:
+        o, state = vars(here)["mine"](**inputs("kda"))
+        (o.square().sum() + state.sum() if used else o.square().sum()).backward()
+    assert ("dfinal_state" in calls[0].tensors) == used
+    assert attn_diag.inspect_linear(calls[0]).labels == {"clean"}
 
 
 @pytest.mark.gpu

@@ -378,6 +378,29 @@ def test_a_fragile_head_is_told_from_a_bad_kernel() -> None:
     assert verdict.report()
 
 
+def test_decays_that_are_made_in_16_bits_throughout_are_named() -> None:
+    # As exp(-exp(w)) all in BF16, with a w that hardly changes: both roundings add up over the steps.
+    tensors, do = call_of("rwkv7", 0, steps=96)
+    rates = torch.linspace(-5, -3, tensors["g"].shape[3]).exp()
+    tensors["g"] = (-rates).expand_as(tensors["g"]).float().contiguous()
+    made = observed({**tensors, "g": tensors["g"].bfloat16().float()}, do, scale=1.0, defect="decay_bf16")
+    del made["dg"]
+    found = attn_diag.inspect_linear(LinearCapture("rwkv7", {**tensors, "do": do, **made}))
+    quantities = [q for head in found.heads for q in head.quantities]
+    assert {q.answer for q in quantities} == {"lossy"}, found.report()
+    assert {q.cause for q in quantities} == {"decay_steps"}, found.report()
+
+
+@pytest.mark.parametrize("cause", ["decay_exponential", "decay_clamped"])
+def test_what_rwkv_lm_calls_w_is_no_logarithm(cause: str) -> None:
+    tensors, _ = call_of("rwkv7", 0, steps=48)
+    w = tensors["g"]
+    g = -w.exp() if cause == "decay_exponential" else -0.6065306597 * w.sigmoid()
+    o, _ = recurrent({**tensors, "g": g}, scale=1.0)
+    found = attn_diag.inspect_linear(LinearCapture("rwkv7", {**tensors, "o": o.bfloat16()}))
+    assert [q.cause for q in found.heads[0].quantities] == [cause], found.report()
+
+
 def test_a_site_that_is_there_does_not_cover_what_is_beyond_every_rounding() -> None:
     # In BF16 a decay of 0.998 is 0.996 or 1: far off after some hundred steps, and all of that is the site's.
     given = rounded(linear_inputs("simple_gla", (1, 128, 1, 16, 16), 1))

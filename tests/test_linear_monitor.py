@@ -19,7 +19,7 @@ from attn_diag import Monitor
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.kernels.linear_recipe import LinearRecipe
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-from attn_diag.watching.live.linear_calls import LinearRecorder
+from attn_diag.watching.live.linear_records import LinearRecorder
 from attn_diag.watching.monitoring.alarm import replay
 from attn_diag.watching.monitoring.linear import said_of
 from attn_diag.watching.monitoring.record import read_log
@@ -109,3 +109,19 @@ def test_sums_that_autocast_rounds_are_said_to_be_its(fla: Any) -> None:
     assert said.startswith("O is coarse; the call ran under autocast to bfloat16, where plain torch rounds")
     assert said_of(head, None) == "O is coarse."
     assert said_of(replace(head, quantities=(replace(coarse, cause="state"),)), torch.bfloat16) == "O is coarse."
+
+
+def test_a_gradient_that_sums_the_whole_batch_is_not_held_against_its_first_sequence(fla: Any) -> None:
+    def scan(q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor) -> Tensor:
+        return chunked("mamba2", {"q": q, "k": k, "v": v, "dt": dt, "A": A}, HEALTHY)
+
+    fla.scan = scan
+    torch.manual_seed(0)
+    model = LinearModel("mamba2", [lambda x: fla.scan(**x)])
+    for batch in (1, 2):
+        with Monitor(model, every=1, functions={"mamba2": scan}) as monitor:
+            train(model, 1, batch=batch, length=48)
+            found = monitor.metrics(wait=True)
+        assert found["attn/ddt_error/max"] < 0.02
+        assert found.get("attn/dA_error/max", 0.0) < 0.02
+        assert ("attn/dA_error/max" in found) == (batch == 1)

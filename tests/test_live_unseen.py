@@ -457,12 +457,81 @@ class TimeMixing(nn.Module):
         return x + chunk_rwkv6(self.r_proj(x), self.k_proj(x), self.v_proj(x))
 
 
+def run_rwkv6(r: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v * (r * k).sum(-1, keepdim=True)
+
+
+def scripted() -> nn.Module:
+    """As RWKV-LM's layers, whose forward TorchScript compiles."""
+
+    script: Any = vars(torch.jit)["script_method"]
+
+    class Scripted(torch.jit.ScriptModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.receptance, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + run_rwkv6(self.receptance(x), self.key(x), self.value(x))
+
+        forward = script(forward)
+
+    return Scripted()
+
+
+def mamba_selective_scan(hidden_states: Tensor, dt: Tensor) -> Tensor:
+    return hidden_states * dt
+
+
+class Selective(nn.Module):
+    """As a Mamba-1 layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + mamba_selective_scan(*self.in_proj(x).chunk(2, -1))
+
+
+class Method(nn.Module):
+    """As mambapy's, whose scan is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def selective_scan(self, x: Tensor, dt: Tensor) -> Tensor:
+        return x * dt
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.selective_scan(*self.in_proj(x).chunk(2, -1))
+
+
+class Lightning(OwnAttention):
+    """As MiniMax's, whose own code is linear attention with decays."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v: q @ (k.mT @ (v * self.decay)))
+        self.decay = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.decay
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_layers_without_queries_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, loss = stack(Scanning(), TimeMixing())
+    model, loss = stack(Scanning(), TimeMixing(), scripted(), Selective(), Lightning(), Method())
     watched(model, loss, model, tmp_path)
     (said,) = set(words(caplog))
     assert f"0 (Scanning); it calls {__name__}.mamba2_chunk_scan (linear attention): attn_diag.capture_linear" in said
-    assert f"1 (TimeMixing); it calls {__name__}.chunk_rwkv6: not known here." in said
+    neither = "a recurrence that is neither captured nor judged here"
+    assert f"1 (TimeMixing); it calls {__name__}.chunk_rwkv6: {neither}" in said
+    assert f"2 (Scripted); it calls {__name__}.run_rwkv6: {neither}" in said
+    assert f"3 (Selective); it calls {__name__}.mamba_selective_scan: {neither}" in said
+    assert "4 (Lightning); it has decays, and calls no function that is known" in said
+    assert "5 (Method); it has decays, and calls no function that is known" in said
 
 
 def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

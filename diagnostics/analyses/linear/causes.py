@@ -31,7 +31,8 @@ _LEFT = 1.5
 # An error of rounding's size is a fault's where the fault leaves no more than a well-rounded kernel, and makes this.
 _SMALL = 0.6
 # Decays near 1 all become 1 in 16 bits, as a clamp makes them too: of these sites nothing but rounding may be left.
-_DECAYS = ("decay", "decay_step", "log_decay", "log_decay_step")
+_STEPS = ("decay_step", "log_decay_step", "decay_steps")
+_DECAYS = ("decay", "log_decay", *_STEPS)
 _OF_SIZES = (
     "decay_base_two", "decay_logarithm_to_base_two", "decay_twice", "decay_root", "decay_not_applied",
     "decay_of_mean_channel", "decay_of_first_channel",
@@ -203,12 +204,8 @@ class Causes:
             allowed: The squared error that a sound kernel may have besides.
         """
         dtype = self._run.capture.tensors["q"].dtype
-        told = observed[observed != 0]
-        if (
-            observed.dtype.itemsize <= dtype.itemsize
-            or len(told) < _TOLD
-            or not torch.equal(told.to(dtype).to(told), told)
-        ):
+        told, wide = observed[observed != 0], observed.dtype.itemsize > dtype.itemsize
+        if not wide or len(told) < _TOLD or not torch.equal(told.to(dtype).to(told), told):
             return None
         total = float((observed.double() - true).square().sum())
         stored = float((ulp(true, format_of(dtype)).square() / 12).sum())
@@ -303,7 +300,12 @@ class Causes:
         if not size or not total or not _ONE[0] < common / size < _ONE[1]:
             return 0.0
         explained, noise = common**2 / size / total, float((sound - reference).square().sum())
+        # Few numbers prove no site; one that another quantity has proved need not be proved by them, if it is most.
+        proven &= one not in self._found or explained <= FAULT_EXPLAINS
         doubtful = cause in _DECAYS and (1 - explained) * total > BEYOND**2 * noise
+        if cause == "decay_steps":  # not where one of both roundings leaves about as much
+            ones = [self._explained((step, chunk), name, observed, place, proven=False) for step in _STEPS[:2]]
+            doubtful |= LOSSY * (1 - explained) > 1 - max(ones)
         return 0.0 if doubtful or (proven and not self._in_bits(error, change, reference, name)) else explained
 
     def _in_bits(self, error: Tensor, change: Tensor, reference: Tensor, name: str) -> bool:
@@ -358,14 +360,12 @@ class Causes:
         capture = self._run.capture
         if self._run.format is None:
             return
-        decays = "g" in capture.tensors
         for site in LINEAR_SITES:
             if not self._run.has_site(site) or site in GRADIENT_SITES:
                 continue
             yield from ((site, chunk) for chunk in CHUNKS)
-        if decays:
-            yield "decay_step", 64
-            yield "log_decay_step", 64
+        if "g" in capture.tensors:
+            yield from ((step, 64) for step in _STEPS)
         if capture.tensors["q"].shape[1] * len(capture.call.sequences) <= MOST_STEPWISE:
             yield "state_step", 1
 

@@ -59,10 +59,11 @@ def cancelled(run: LinearRun, name: str, place: Place) -> Tensor | float:
 
 
 def with_rounded_decays(run: LinearRun, cause: str) -> LinearRun:
-    """The call with its decays (``decay_step``) or their logarithms in the inputs' format, step by step."""
+    """The call with its decays (``decay_step``), their logarithms, or both in the inputs' format, step by step."""
     capture = run.capture
     g, dtype = capture.tensors["g"].double(), capture.tensors["q"].dtype
-    g = (g.exp().to(dtype).double().log() if cause == "decay_step" else g.to(dtype)).float()
+    g = g if cause == "decay_step" else g.to(dtype).double()
+    g = (g if cause == "log_decay_step" else g.exp().to(dtype).double().log()).float()
     names = ("do", "dfinal_state", "cu_seqlens")
     kept = capture.inputs | {n: capture.tensors[n] for n in names if n in capture.tensors}
     return LinearRun(replace(capture, tensors=kept | {"g": g}), run.device)

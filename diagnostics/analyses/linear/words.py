@@ -10,6 +10,7 @@ from attn_diag.kernels.linear_recipe import LINEAR_SITES
 STEPWISE = {
     "decay_step": "each step's decay in the inputs' format",
     "log_decay_step": "each step's log decay in the inputs' format",
+    "decay_steps": "each step's log decay, and the decay made of it, in the inputs' format",
     "state_step": "the state in the inputs' format after every step",
 }
 CAUSES: dict[str, str] = {

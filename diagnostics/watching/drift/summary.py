@@ -184,7 +184,7 @@ def _cause(name: str, call: TracedCall) -> str:
     if event is None:
         steps = call.paths.get(name, ())
         if not steps or steps[0].source is None:
-            return f"{given}, and was so before the trace began"
+            return f"{given}, and was so before the trace began, or was made where it cannot see"
         return f"{given} from {steps[0].operation}{_at(steps[0].source)} on"
     verb = {"widened": "promoted", "narrowed": "narrowed", "cast": "cast", "policy": "made so by rule"}[event.kind]
     return f"{given}, {verb} by {event.operation}{_at(event.source)}"

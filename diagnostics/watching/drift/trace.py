@@ -78,11 +78,11 @@ def trace_dtypes(source: str = "the traced block") -> Iterator[DtypeTrace]:
 
     Values are not touched, but two kinds of code take another route here: functions wrapped by torch.compile run
     eagerly (the report names them; inside a graph nothing could be seen), and nn.MultiheadAttention and encoder layers
-    in eval mode leave their fused path. Not seen: other threads (a backward pass on a GPU), and what operators and
-    nn.MultiheadAttention compute inside. Attention is met as a function or operator of that name, and as an autograd
-    Function whose forward takes q, k and v; any other is found if it raises, and ``attn_diag.check_qkv`` before it
-    makes it known in any case. Some microseconds a call; the first trace of a process imports torch._dynamo, a second
-    or two.
+    in eval mode leave their fused path. Not seen: other threads (a backward pass on a GPU), and what operators,
+    TorchScript and nn.MultiheadAttention compute inside. Attention is met as a function or operator of that name, and
+    as an autograd Function whose forward takes q, k and v; any other is found if it raises, and
+    ``attn_diag.check_qkv`` before it makes it known in any case. Some microseconds a call; the first trace of a process
+    imports torch._dynamo, a second or two.
 
     Args:
         source: what the report is headed with.

@@ -6,6 +6,7 @@
   ``sites`` and ``*_calls``
 - gradients: ``pending``; x, w_q and dq_pre: ``query_projections``, ``linear_layers``
 - compiled models: ``graph_projections``, ``flex_graphs``, ``inductor_pass``; CUDA graphs: ``cuda_graphs``
+- linear attention: ``linear_calls`` meets it, ``linear_records`` are its calls, ``rwkv_operators`` RWKV-LM's
 - several ranks: ``rings``, ``hops``, ``sums``, ``spread_heads``, ``pipeline``
 - attention that is not met, and what is lost: ``unseen``, ``losses``
 """

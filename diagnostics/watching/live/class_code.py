@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
@@ -10,20 +11,40 @@ from torch import nn
 from attn_diag.watching.drift.forwards import operand_places
 from attn_diag.watching.live.linear_calls import operator_of
 
+# By name, with the module's: Mamba-1's scan, RWKV's and xLSTM's operators, and others of flash-linear-attention.
+_RECURRENCE = re.compile(
+    r"(selective_scan|mamba_inner|rwkv\d)[^.]*$|rwkv_linear_attention$|mlstm"
+    r"|fla\.ops\..*\.(fused_)?(chunk|recurrent)_(?![^.]*cumsum)[^.]*$",
+    re.IGNORECASE,
+)
+
 
 def kernels(module: nn.Module) -> dict[str, str]:
-    """Functions of q, k and v, or of linear attention, that the code of a module's class, and of those in it, calls."""
+    """Functions of q, k and v, or recurrences, that the code of a module's class, and of those in it, calls."""
     found: dict[str, str] = {}
     for kind in {type(m) for m in module.modules()}:
         for name, function in _named(kind):
-            if operand_places(name, function) is not None or operator_of(name) is not None:
-                found[name] = f"{function.__module__}.{function.__qualname__}"
+            if operand_places(name, function) is not None or _recurs(name, function):
+                found[name] = _path(function)
     return found
 
 
+def recurs(path: str) -> bool:
+    """Whether a function, by its name with its module's, is a recurrence that is not known here."""
+    return operator_of(path.rpartition(".")[2]) is None and _RECURRENCE.search(path) is not None
+
+
 def is_linear(kind: type) -> bool:
-    """Whether the code of a class calls a released function of linear attention."""
-    return any(operator_of(name) is not None for name, _ in _named(kind))
+    """Whether the code of a class calls a released function of linear attention, or another recurrence."""
+    return any(_recurs(name, function) for name, function in _named(kind)) or "selective_scan" in mentions(kind)
+
+
+def _recurs(name: str, function: FunctionType) -> bool:
+    return operator_of(name) is not None or recurs(_path(function))
+
+
+def _path(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def mentions(kind: type) -> frozenset[str]:
@@ -43,7 +64,9 @@ def _named(kind: type) -> Iterator[tuple[str, FunctionType]]:
 def _functions(kind: type) -> Iterator[FunctionType]:
     """What a class, and those that it is made from, define."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for value in vars(base).values():
+        # What torch.jit.script_method took away, it keeps aside; its own methods say nothing of a model.
+        scripted = [stub.original_method for stub in vars(base).get("_methods", {}).values()]
+        for value in () if base.__module__ == "torch.jit._script" else (*vars(base).values(), *scripted):
             while hasattr(value, "__wrapped__"):
                 value = value.__wrapped__
             if isinstance(value, FunctionType):

@@ -2,47 +2,34 @@
 
 flash-linear-attention's ``chunk_kda``, ``fused_recurrent_rwkv7``, ``naive_recurrent_gla`` and their kin, and those of
 transformers and mamba_ssm, are found in every module that has them under their own name, and put back afterwards. A
-call's arguments are read by the function's own signature; what it cannot be judged by is refused with the reason.
-Gradients are those that autograd hands to the arguments.
+call is recorded in ``linear_records``. RWKV-LM's operators are met in torch's dispatcher (``rwkv_operators``).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from attn_diag.captures.linear import ALIASES, VALUES_FIRST, LinearCapture
-from attn_diag.captures.linear_gates import Gates, gates, has_values_first
+from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.printing import say
-from attn_diag.reference.linear import LINEAR_OPERATORS, OF_HEADS, linear_reference
+from attn_diag.reference.linear import LINEAR_OPERATORS
 from attn_diag.watching.live.functions import namespaces
+from attn_diag.watching.live.linear_records import ENDED, LinearRecorder
+from attn_diag.watching.live.rwkv_operators import listen
 
 _NAME = re.compile(r"(?:fused_|naive_)?(?:chunk|recurrent)_(\w+)")
 _OPERATORS = {"dplr_delta_rule": "dplr", "iplr_delta_rule": "iplr"}
 # Others', whose names say less.
 _ELSEWHERE = {
     "torch_chunk_gated_delta_rule": "gated_delta_rule", "torch_recurrent_gated_delta_rule": "gated_delta_rule",
+    "chunk_kimi_delta_attention": "kda", "recurrent_kimi_delta_attention": "kda",
     "mamba2_chunk_scan": "mamba2", "mamba_chunk_scan_combined": "mamba2",
-}  # fmt: skip
-# Of autograd's graph of one call: recurrences in torch have ten a step.
-_MOST_NODES = 100_000
-_SWITCHES = ("use_qk_l2norm_in_kernel", "normalize")
-# What changes the mathematics in a way that a capture does not state, where it is given and not False.
-_REFUSED = {
-    "gv": "a decay of v", "reverse": "a reversed sequence", "cp_context": "a sequence that several ranks share",
-    "head_first": "heads before steps", "z": "a gate of o in the kernel", "seq_idx": "numbers of packed sequences",
 }  # fmt: skip
 
 
@@ -119,8 +106,7 @@ def replace_functions(
         if operator not in LINEAR_OPERATORS:
             raise InputError(f"operator must be one of {', '.join(LINEAR_OPERATORS)}, got {operator!r}")
     met |= {id(f): (op, f) for op, f in _loaded()}
-    if not met:
-        return lambda: None
+    end = listen(recorder)
     wrapped = {key: recorder.wrapped(operator, function) for key, (operator, function) in met.items()}
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for space in list(namespaces()):
@@ -130,8 +116,15 @@ def replace_functions(
                 space[name] = wrapped[id(value)]
 
     def put_back() -> None:
+        end()
+        for wrapper in wrapped.values():
+            vars(wrapper)[ENDED] = True
         for space, name, value in changed:
-            space[name] = value
+            # Another one may stand in front of ours, and goes on; or have stood behind, and have ended.
+            if space.get(name) is wrapped[id(value)]:
+                while getattr(value, ENDED, False):
+                    value = value.__wrapped__
+                space[name] = value
 
     return put_back
 
@@ -139,7 +132,7 @@ def replace_functions(
 def operator_of(name: str) -> str | None:
     """The operator of a released function; None where it has no name of one."""
     found = _NAME.fullmatch(name)
-    operator = _ELSEWHERE.get(name) if found is None else _OPERATORS.get(found[1], found[1])
+    operator = _ELSEWHERE.get(name) if found is None or name in _ELSEWHERE else _OPERATORS.get(found[1], found[1])
     return operator if operator in LINEAR_OPERATORS else None
 
 
@@ -155,213 +148,3 @@ def _loaded() -> Iterator[tuple[str, Callable[..., Any]]]:
                     yield operator, value
         else:
             yield from ((operator, space[name]) for name, operator in _ELSEWHERE.items() if callable(space.get(name)))
-
-
-@dataclass(frozen=True)
-class LinearCallRecord:
-    """One call, detached, and the gradients that came since."""
-
-    operator: str
-    """Whose arguments it has."""
-    function: str
-    """The function's name."""
-    place: Any
-    """What the recorder was told when the call began."""
-    tensors: dict[str, Tensor]
-    """Arguments and outputs."""
-    options: dict[str, Any]
-    """``scale``, ``l2norm``, ``normalize``, ``kernel``."""
-    gradients: dict[str, Tensor]
-    """dO and the gradients of arguments."""
-    without: tuple[str, ...] = ()
-    """Arguments that need a gradient and do not lead to o nor the last state: theirs is zero."""
-    gates: Gates = field(default_factory=Gates)
-    """Arguments that the function makes itself: their gradients are not those of what is captured."""
-    autocast: torch.dtype | None = None
-    """What autocast rounded to when it was called; None: it was off."""
-
-    def capture(self, **metadata: Any) -> LinearCapture:
-        """It as a capture.
-
-        Args:
-            **metadata: Fields of ``Metadata``.
-
-        Raises:
-            InputError: Its tensors are no call of the operator.
-        """
-        whole = "do" in self.gradients or "dfinal_state" in self.gradients
-        gradients = dict(self.gradients) if whole else {}
-        if whole:
-            gradients |= {f"d{name}": torch.zeros_like(self.tensors[name]) for name in self.without}
-        made = self.gates.tensors
-        known = {n for n in self.tensors if n not in made} | {"o", "final_state"}
-        gradients = {n: g for n, g in gradients.items() if n.removeprefix("d") in known}
-        tensors = {**self.tensors, **gradients, **made}
-        capture = LinearCapture.from_tensors(self.operator, tensors, **self.options, **metadata)
-        if not self.gates.otherwise:
-            return capture
-        other = replace(capture, tensors={**capture.tensors, **self.gates.otherwise})
-        return min(capture, other, key=_apart)
-
-
-def _apart(capture: LinearCapture) -> float:
-    """How far o is from its reference."""
-    return float((capture.tensors["o"].double() - linear_reference(capture.call).values["o"]).norm())
-
-
-class LinearRecorder:
-    """Keeps calls, detached, and the gradients that come later.
-
-    Args:
-        begins: Called before each call; what it returns is the record's ``place``, None: the call is not kept.
-        sequences: So many of a batch are kept, the first; None: all, and always of packed sequences.
-    """
-
-    def __init__(self, begins: Callable[[], Any], sequences: int | None = None) -> None:
-        self._begins, self._sequences = begins, sequences
-        self.calls: list[LinearCallRecord] = []
-        self.refused: dict[str, int] = {}
-        self._inside = False
-
-    def wrapped(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which records its calls."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # One of these may call another.
-            if self._inside or (place := self._begins()) is None:
-                return function(*args, **kwargs)
-            slots: dict[str, Tensor] = {}
-            try:
-                bound = inspect.signature(function).bind(*args, **kwargs)
-            except TypeError:
-                return function(*args, **kwargs)  # which says what is wrong
-            first = None if bound.arguments.get("cu_seqlens") is not None else self._sequences
-            turned = has_values_first(bound)
-            aliases = _alias(operator, bound, slots, first, turned=turned)
-            self._inside = True
-            try:
-                result = function(*bound.args, **bound.kwargs)
-            finally:
-                self._inside = False
-            try:
-                self._record(operator, function, bound, slots, result, first, place, aliases, turned=turned)
-            except InputError as error:
-                self.refuse(f"{function.__name__} {error}")
-            except Exception as error:
-                self.refuse(f"{type(error).__name__}: {error}")
-            return result
-
-        return call
-
-    def refuse(self, reason: str) -> None:
-        """Count a call that cannot be a capture."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
-
-    def _record(
-        self,
-        operator: str,
-        function: Callable[..., Any],
-        bound: inspect.BoundArguments,
-        slots: dict[str, Tensor],
-        result: Any,
-        first: int | None,
-        place: Any,
-        aliases: Mapping[str, Tensor],
-        *,
-        turned: bool,
-    ) -> None:
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        given |= given.pop("kwargs", {})
-        for name, what in _REFUSED.items():
-            value = given.get(name)
-            if value is not None and value is not False:
-                self.refuse(f"{function.__name__} with {name}: {what} is not known to a capture; pass what it makes")
-                return
-        known = ALIASES[""] | ALIASES.get(operator, {})
-        setting = LINEAR_OPERATORS[operator]
-        wanted = {*setting.arguments, *setting.optional, "initial_state", "cu_seqlens"}
-        if operator == "gated_delta_rule" and given.get("gk") is not None:
-            self.refuse(f"{function.__name__} with gk: a decay a channel; that is kda")
-            return
-        tensors: dict[str, Any] = {}
-        for theirs, value in given.items():
-            ours = _ours(known, theirs)
-            if ours in wanted and isinstance(value, Tensor):
-                # What follows may change it in place.
-                tensors[ours] = _kept(ours, value, first, turned=turned)
-        with torch.no_grad():
-            made = gates(operator, given)
-        made = Gates(*({n: _kept(n, t, first) for n, t in each.items()} for each in (made.tensors, made.otherwise)))
-        o, state = result[:2] if isinstance(result, tuple) else (result, None)
-        tensors["o"] = _kept("o", o, first)
-        if isinstance(state, Tensor):
-            tensors["final_state"] = _kept("final_state", state, first, turned=turned)
-            if state.requires_grad:
-                state.register_hook(  # type: ignore[no-untyped-call]
-                    functools.partial(_keep, slots, "dfinal_state", first, turned=turned)
-                )
-        if o.requires_grad:
-            o.register_hook(functools.partial(_keep, slots, "do", first))
-        options = {"scale": given.get("scale"), "l2norm": bool(given.get(_SWITCHES[0])), "kernel": function.__name__}
-        options["normalize"] = bool(given.get(_SWITCHES[1]))
-        asked = {n: alias for n, alias in aliases.items() if n in tensors and n not in made.tensors}
-        without = _unreached([o, state], asked)
-        kind = o.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        name = function.__name__
-        self.calls.append(LinearCallRecord(operator, name, place, tensors, options, slots, without, made, autocast))
-
-
-def _ours(known: Mapping[str, str], theirs: str) -> str:
-    return "initial_state" if theirs == VALUES_FIRST else known.get(theirs, theirs)
-
-
-def _alias(
-    operator: str, bound: inspect.BoundArguments, slots: dict[str, Tensor], first: int | None, *, turned: bool
-) -> dict[str, Tensor]:
-    """Give the call views of its tensors: their gradients are this call's alone, whatever else uses the tensors."""
-    known = ALIASES[""] | ALIASES.get(operator, {})
-    aliases = {}
-    for name, value in bound.arguments.items():
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            alias = value.view_as(value)
-            ours = _ours(known, name)
-            left_out = functools.partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
-            alias.register_hook(  # type: ignore[no-untyped-call]
-                functools.partial(_keep, slots, f"d{ours}", first, left_out=left_out, turned=turned)
-            )
-            bound.arguments[name] = aliases[ours] = alias
-    return aliases
-
-
-def _unreached(outputs: Sequence[Any], aliases: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Those of the arguments that autograd has no way to from the outputs; none where that would take too long."""
-    nodes = [o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None]
-    left, seen = {alias.grad_fn: name for name, alias in aliases.items()}, set(nodes)
-    while nodes and left and len(seen) < _MOST_NODES:
-        node = nodes.pop()
-        left.pop(node, None)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return () if nodes or not seen else tuple(left.values())
-
-
-def _keep(
-    slots: dict[str, Tensor], name: str, first: int | None, gradient: Tensor | None,
-    left_out: Callable[[], Tensor] | None = None, *, turned: bool = False,
-) -> None:  # fmt: skip
-    # A function that leaves a gradient out hands None on, which leaves it zero.
-    if gradient is None and left_out is not None:
-        gradient = left_out()
-    if gradient is not None:
-        slots[name] = _kept(name, gradient, first, turned=turned)
-
-
-def _kept(name: str, tensor: Tensor, first: int | None, *, turned: bool = False) -> Tensor:
-    """A copy, of the ``first`` sequences; a state that is ``turned`` as [K, V]."""
-    part = tensor.detach().mT if turned and name.endswith("_state") else tensor.detach()
-    return (part if name.removeprefix("d") in OF_HEADS or first is None else part[:first]).clone()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_diag.watching.live import flex_graphs, intercept
-from attn_diag.watching.live.class_code import is_linear, kernels, mentions, names
+from attn_diag.watching.live import flex_graphs, intercept, rwkv_operators
+from attn_diag.watching.live.class_code import is_linear, kernels, mentions, names, recurs
 from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
 from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
@@ -46,6 +46,12 @@ IN_EAGER = (
     "(code inside a forward has to become one): @attn_diag.observe"
 )
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
+RECURRENCE = "it calls {}: a recurrence that is neither captured nor judged here"
+OWN_RECURRENCE = (
+    "it has decays, and calls no function that is known: its own linear attention, if it is that. Once that is a "
+    "function with an operator's arguments (not Mamba-1's), attn_diag.capture_linear or Monitor sees it: "
+    "functions={operator: function}"
+)
 FUSED_SCAN = " (not mamba_ssm's mamba_split_conv1d_scan_combined, which a training step calls where it is installed)"
 OUTSIDE = ", outside of compiled graphs"
 UNKNOWN = (
@@ -90,7 +96,7 @@ ENGINES = {
 _CALLS_SDPA = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "multi_head_attention_forward"})
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A module that has one of these of its own may attend, though its class is called otherwise; in_proj is Mamba's, too.
-_QUERIES = frozenset(QUERY_NAMES + FUSED_NAMES + ("r_proj",))  # the last one is RWKV's
+_QUERIES = frozenset(QUERY_NAMES + FUSED_NAMES + ("r_proj", "receptance"))  # the last ones are RWKV's
 _PROJECTIONS = _QUERIES - {"in_proj"}
 _ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
 
@@ -220,12 +226,16 @@ class Unseen:
 
     def _advice(self, one: _Candidate) -> str:
         unknown, compiled = _unknown(one.module), self._compiled(one)
-        if linear := [path for name, path in unknown.items() if operator_of(name) is not None]:
+        met = [path for path in unknown.values() if "rwkv7" in path.lower() and rwkv_operators.is_loaded()]
+        if linear := met + [path for name, path in unknown.items() if operator_of(name) is not None]:
             fused = any("split_conv1d_scan" in name for name in _mentioned(one.module))
             words = LINEAR.format(", ".join(sorted(linear)))
             return words + FUSED_SCAN * fused + OUTSIDE * compiled
+        if unmet := [path for path in unknown.values() if recurs(path)]:
+            return RECURRENCE.format(", ".join(sorted(unmet)))
         if not compiled:
-            return UNKNOWN.format(", ".join(sorted(unknown.values()))) if unknown else IN_EAGER
+            own = OWN_RECURRENCE if _decays(one.module) and not _mentioned(one.module) & _ATTENDS else IN_EAGER
+            return UNKNOWN.format(", ".join(sorted(unknown.values()))) if unknown else own
         if isinstance(one.module, nn.MultiheadAttention):
             return MULTI_HEAD_IN_GRAPH
         config = getattr(one.module, "config", None)
@@ -261,7 +271,7 @@ class Unseen:
         found: list[_Candidate] = []
         for name, module in named:
             queries = list(_queries(module))
-            attends = queries and (_mentioned(module) & _ATTENDS or _unknown(module))
+            attends = queries and (_mentioned(module) & _ATTENDS or _unknown(module) or _decays(module))
             if not (type(module) in met or is_linear(type(module)) or attends):
                 continue
             weights = list(module.parameters())
@@ -360,6 +370,11 @@ def _state(gradient: Tensor) -> tuple[StorageWeakRef, int]:
 def _unknown(module: nn.Module) -> dict[str, str]:
     """Functions of q, k and v that its code calls, by name, with where they are; not those that are known."""
     return {name: path for name, path in kernels(module).items() if name not in _ATTENDS | _CALLS_SDPA}
+
+
+def _decays(module: nn.Module) -> bool:
+    """Whether its code has decays, as linear attention without a function of its own has, or a scan as a method."""
+    return any("decay" in name or name == "selective_scan" for name in _mentioned(module))
 
 
 def _mentioned(module: nn.Module) -> frozenset[str]:

@@ -16,7 +16,8 @@ from attn_diag.errors import InputError
 from attn_diag.reference.linear import OF_HEADS
 from attn_diag.results.linear import LinearHead
 from attn_diag.watching.live.call import CallPlace
-from attn_diag.watching.live.linear_calls import LinearRecorder, replace_functions
+from attn_diag.watching.live.linear_calls import replace_functions
+from attn_diag.watching.live.linear_records import LinearRecorder
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck
 
 # Steps of all heads together that are looked at in a layer: 16 heads of a sequence of 1,024.
