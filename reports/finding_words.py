@@ -193,8 +193,7 @@ def what(finding: SharedFinding) -> str:
 
 def _unexplained(finding: SharedFinding) -> str:
     """That no rounding is known which makes the error, where that is so."""
-    known = finding.site or finding.pattern or finding.declared or "as where" in finding.words
-    return "" if known else " None of the roundings that were tried makes it."
+    return "" if finding.rounding_known or finding.declared else " None of the roundings that were tried makes it."
 
 
 def _worst_place(finding: SharedFinding, *, steps: bool = True) -> str:

@@ -92,7 +92,10 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         return tried[1]
     if _keys_alone(finding) and _arguments(diagnosis, finding) is not None:
         return f"{'see' if finding.site is None else 'add them up in fp32; or see'} which kernels do better on these inputs"
-    return "what would remove it" if finding.label == "ill_conditioned" else "look for the rounding that makes it"
+    if finding.label == "ill_conditioned":
+        return "what would remove it"
+    known = finding.label == "lossy" and finding.rounding_known
+    return "what each rounding makes of it" if known else "look for the rounding that makes it"
 
 
 def _keys_alone(finding: SharedFinding) -> bool:

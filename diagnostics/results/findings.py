@@ -153,6 +153,11 @@ class SharedFinding:
         return tuple(sorted({layer for place in self.places for layer in place.layers}))
 
     @property
+    def rounding_known(self) -> bool:
+        """Whether what rounds is named, or where and how it is off."""
+        return bool(self.site or self.pattern) or "as where" in self.words
+
+    @property
     def onset(self) -> int | None:
         """The first step at which it was found; None where captures do not state steps."""
         return min((place.steps[0] for place in self.places if place.steps), default=None)
