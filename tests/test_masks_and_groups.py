@@ -31,6 +31,15 @@ def of(found: attn_diag.Diagnosis, head: int) -> dict[str, QuantityVerdict]:
     return {q.quantity: q for q in picked.quantities}
 
 
+def test_a_mask_whose_true_hides_is_named() -> None:
+    """As nn.MultiheadAttention has it: True is not attended to."""
+    q, k, v = given(3, 3, 3)
+    hides = torch.rand(1, 3, ROWS, ROWS, generator=torch.Generator().manual_seed(7)) > 0.6
+    probs = (q.double() @ k.double().mT * SCALE).masked_fill(hides, -torch.inf).softmax(-1)
+    found = attn_diag.inspect(q, k, v, o=(probs @ v.double()).bfloat16(), mask=hides, device="cpu")
+    assert all("the mask with True and False exchanged" in of(found, h)["o"].words for h in range(3))
+
+
 @pytest.mark.parametrize("size", [1.0, 0.01])
 def test_a_mask_that_is_added_to_the_probabilities_is_named(size: float) -> None:
     """Small random numbers there look like dropout, which was said to be no fault."""
