@@ -91,7 +91,8 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     if (tried := _tried(diagnosis, finding)) is not None:
         return tried[1]
     if _keys_alone(finding) and _arguments(diagnosis, finding) is not None:
-        return f"{'see' if finding.site is None else 'add them up in fp32; or see'} which kernels do better on these inputs"
+        repair = "" if finding.site is None else f"make {finding.site.rpartition(' in ')[0]} in fp32; or "
+        return f"{repair}see which kernels do better on these inputs"
     if finding.label == "ill_conditioned":
         return "what would remove it"
     known = finding.label == "lossy" and finding.rounding_known

@@ -75,7 +75,9 @@ def test_the_next_command_is_one_that_says_something_of_dk_and_dv(tmp_path: Path
     tensors = inputs(64)
     stated = {"format": "attn-diag-capture", "format_version": "1.1", "causal": "top-left"}
     named = dict(zip(("q", "k", "v", "do"), tensors, strict=True))
-    save_file({n: t.contiguous() for n, t in (named | by_hand(tensors, 64)).items()}, tmp_path / "a.safetensors", stated)
+    save_file(
+        {n: t.contiguous() for n, t in (named | by_hand(tensors, 64)).items()}, tmp_path / "a.safetensors", stated
+    )
     found = attn_diag.inspect(tmp_path / "a.safetensors", device="cpu")
     assert [f.quantities for f in found.findings] == [("dv",)]
     assert next_command(found).said.startswith("attn-diag replay ")

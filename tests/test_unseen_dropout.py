@@ -76,7 +76,9 @@ def test_dropout_without_its_factor_is_wrong_by_name(p: float) -> None:
     capture, _ = made(p, causal=True, seed=1, kind="without the factor")
     told = attn_diag.inspect(capture, device="cpu")
     assert [f.label for f in told.findings] == ["wrong"]
-    assert re.search(r"dropout with p near 0\.\d makes them that lacks the factor 1 / \(1 - p\)", told.findings[0].words)
+    assert re.search(
+        r"dropout with p near 0\.\d makes them that lacks the factor 1 / \(1 - p\)", told.findings[0].words
+    )
     for kind in ("rows alike", "keys alike", "before the row sum", "dropout", "none"):
         capture, _ = made(0.0 if kind == "none" else p, causal=True, seed=1, kind=kind)
         assert all(in_weights([head], format_of(torch.bfloat16), unscaled=True) is None for head in heads(capture))

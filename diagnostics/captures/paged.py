@@ -216,9 +216,7 @@ def _one_after_the_other(found: dict[str, TensorSource], layout: str, count: int
         t = source[...]
         if base in ("o", "do", "dq") and list(t.shape[:-1]) != places:
             axes = "B, H, D" if single else ", ".join(layout)
-            raise InputError(
-                f"{name} must be laid out as q, [{axes}] = {[*places, t.shape[-1]]}, got {list(t.shape)}"
-            )
+            raise InputError(f"{name} must be laid out as q, [{axes}] = {[*places, t.shape[-1]]}, got {list(t.shape)}")
         if single:
             found[name] = t.T if base in ("lse", "delta") else t
         elif base in ("lse", "delta") or (layout == "BHTD" and base != "x"):

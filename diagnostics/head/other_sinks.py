@@ -52,9 +52,7 @@ def other_sinks(
     """
     own = capture.sink(head)
     if own is None or not math.isfinite(own):
-        named = (
-            "" if seen is None else f"an unstated sink of logit {_written(seen)}{_or_zeros(capture, seen)}"
-        )
+        named = "" if seen is None else f"an unstated sink of logit {_written(seen)}{_or_zeros(capture, seen)}"
         return [OtherSink(named, seen)] * (seen is not None) + [
             OtherSink("the off-by-one softmax (an unstated sink of logit 0)", 0.0)
         ]

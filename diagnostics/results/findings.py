@@ -39,7 +39,7 @@ class FindingPlace:
 
 @dataclass(frozen=True)
 class FindingAtStep:
-    """A finding at one step: the worst of its heads there; where none has it yet, or any longer, of its layers' heads."""
+    """A finding at one step: the worst of its heads there; where none has it, of its layers' heads."""
 
     step: int
     """The training step."""

@@ -15,9 +15,7 @@ from attn_diag.testing.target import GRADIENTS, MisfitError, Target
 
 _NOT_JUDGED = "Gradients were not judged"
 _ONE_CALL = "dQ, dK and dV were looked at in one call on N(0,1) inputs."
-_NOT_TRIED = (
-    "Other head sizes, and fewer key heads than query heads (GQA), were not tried: attn-diag check does."
-)
+_NOT_TRIED = "Other head sizes, and fewer key heads than query heads (GQA), were not tried: attn-diag check does."
 
 
 @dataclass(frozen=True)
