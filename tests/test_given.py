@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no batch axis": (lambda: attn_diag.inspect(q[0], k[0], v[0], causal=True), "of one sequence q[None]"),
     "one head": (lambda: attn_diag.inspect(q[0, 0], k[0, 0], v[0, 0], causal=True), "of one head q[None, None]"),
     "a window of keys": (
-        lambda: attn_diag.inspect(q, k, v, o=o, window=8, causal=True),  # type: ignore[call-overload]
+        lambda: attn_diag.inspect(q, k, v, o=o, window=8, causal=True),  # type: ignore[arg-type]
         "window must be (left, right), got 8: 8 keys, a row's own among them, are (7, 0) under a causal mask",
     ),
     "a mask of integers": (

@@ -111,6 +111,10 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTens
     if unknown := sorted(call.keys() - get_type_hints(CallTensors).keys()):
         known = ", ".join(get_type_hints(CallTensors))
         raise InputError(f"{function}() has no argument {unknown[0]!r}; of a call it takes {known}")
+    window: Any = call.get("window")
+    if isinstance(window, int):
+        keys = f"{window} keys, a row's own among them, are ({window - 1}, 0) under a causal mask"
+        raise InputError(f"window must be (left, right), got {window}: {keys}")
     if is_array(source) and not isinstance(source, Capture):
         return [_of_call(source, k, v, call, function)]
     beside = {"k": k, "v": v, **{name: call.get(name) for name in call if name not in _OPTIONS}}

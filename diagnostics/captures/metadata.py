@@ -112,9 +112,6 @@ class Metadata:
                 f"softmax_offset must be a finite logit, got {self.softmax_offset}; 0 is the off-by-one softmax, "
                 "leave it out for none"
             )
-        if isinstance(self.window, int):
-            keys = f"{self.window} keys, a row's own among them, are ({self.window - 1}, 0) under a causal mask"
-            raise InputError(f"window must be (left, right), got {self.window}: {keys}")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
         if self.window is not None and max(self.window) > _WIDEST:
