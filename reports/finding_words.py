@@ -193,8 +193,7 @@ def what(finding: SharedFinding) -> str:
 
 def _unexplained(finding: SharedFinding) -> str:
     """That no rounding is known which makes the error, where that is so."""
-    known = finding.site or finding.pattern or finding.declared or "as where" in finding.words
-    return "" if known else " None of the roundings that were tried makes it."
+    return "" if finding.rounding_known or finding.declared else " None of the roundings that were tried makes it."
 
 
 def _worst_place(finding: SharedFinding, *, steps: bool = True) -> str:
@@ -272,16 +271,21 @@ def when(finding: SharedFinding) -> str:
     else:
         said = [f"step {there[0].step} ({onset})."]
     first_error, last_error = there[0].dq_error, there[-1].dq_error
-    if len(there) > 1 and first_error and last_error:
+    if len(there) > 1 and first_error and last_error and _of_dq(finding):
         errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
         trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "No clear trend"
         said.append(f"{trend}: {errors}.")
     return " ".join(said)
 
 
+def _of_dq(finding: SharedFinding) -> bool:
+    """Whether dQ's error is the finding's: of lossy heads whose dQ is as good as can be, the inputs make it."""
+    return finding.label != "lossy" or "dq" not in finding.right
+
+
 def grows(finding: SharedFinding) -> bool:
-    """Whether dQ's error more than doubles from the first step of the finding to the last."""
-    errors = [s.dq_error for s in finding.by_step if s.heads and s.dq_error is not None]
+    """Whether dQ's error more than doubles from the first step of the finding to the last, where it is dQ's finding."""
+    errors = [s.dq_error for s in finding.by_step if s.heads and s.dq_error is not None and _of_dq(finding)]
     return len(errors) > 1 and errors[-1] > 2 * errors[0] > 0
 
 

@@ -48,6 +48,8 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     if (arguments := _arguments(diagnosis, found[0])) is None:
         return []
+    if _keys_alone(found[0]):
+        return [("Do other kernels do better", f"attn-diag replay {arguments[0]}")]
     questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if found[0].biased_mean is not None:
         questions.append(("Where it goes wrong, bit by bit", "microscope"))
@@ -71,6 +73,8 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
     if (tried := _tried(diagnosis, finding)) is not None:
         return " ".join(["attn-diag what-if", *arguments, *(f"--only {name}" for name in tried[0])])
+    if _keys_alone(finding):
+        return f"attn-diag replay {arguments[0]}"
     return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
 
 
@@ -86,7 +90,18 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         return "where and how" + ("" if _arguments(diagnosis, finding) is None else ", in pictures")
     if (tried := _tried(diagnosis, finding)) is not None:
         return tried[1]
-    return "what would remove it" if finding.label == "ill_conditioned" else "look for the rounding that makes it"
+    if _keys_alone(finding) and _arguments(diagnosis, finding) is not None:
+        repair = "" if finding.site is None else f"make {finding.site.rpartition(' in ')[0]} in fp32; or "
+        return f"{repair}see which kernels do better on these inputs"
+    if finding.label == "ill_conditioned":
+        return "what would remove it"
+    known = finding.label == "lossy" and finding.rounding_known
+    return "what each rounding makes of it" if known else "look for the rounding that makes it"
+
+
+def _keys_alone(finding: SharedFinding) -> bool:
+    """Whether it is of dK and dV alone, whose sites attribute and what-if do not rank."""
+    return finding.label == "lossy" and bool(finding.quantities) and {"dk", "dv"}.issuperset(finding.quantities)
 
 
 def _tried(diagnosis: Diagnosis, finding: SharedFinding) -> tuple[tuple[str, ...], str] | None:

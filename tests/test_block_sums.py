@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
+from attn_diag.reports.following import commands
+from attn_diag.reports.opening import next_command
 from attn_diag.results.quality import Pattern, QuantityVerdict
 
 LENGTH, DIM = 256, 32
@@ -64,6 +68,20 @@ def test_sums_in_the_inputs_format_are_named(block: int) -> None:
     assert {x.answer for x in quantities} <= {"lossy", "undecided"}
     assert {x.site for x in quantities} == {"gradient_accumulator"}
     assert "the sums of dK and dV in the inputs' format" in found.report().replace("\n", " ")
+    assert "look for scores" not in found.report().replace("\n", " ")
+
+
+def test_the_next_command_is_one_that_says_something_of_dk_and_dv(tmp_path: Path) -> None:
+    tensors = inputs(64)
+    stated = {"format": "attn-diag-capture", "format_version": "1.1", "causal": "top-left"}
+    named = dict(zip(("q", "k", "v", "do"), tensors, strict=True))
+    save_file(
+        {n: t.contiguous() for n, t in (named | by_hand(tensors, 64)).items()}, tmp_path / "a.safetensors", stated
+    )
+    found = attn_diag.inspect(tmp_path / "a.safetensors", device="cpu")
+    assert [f.quantities for f in found.findings] == [("dv",)]
+    assert next_command(found).said.startswith("attn-diag replay ")
+    assert [name for _, name in commands(found)] == [next_command(found).said]
 
 
 def test_sums_of_dq_are_named() -> None:

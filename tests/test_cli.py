@@ -561,3 +561,10 @@ def test_mutated_files_load_or_are_refused(suffix: str, tmp_path: Path, data: st
     else:
         for name, tensor in capture.tensors.items():
             assert tensor[...].shape == torch.Size(tensor.shape), name
+
+
+@pytest.mark.parametrize("name", ["hunt", "capture", "Monitor", "break_if", "explain"])
+def test_what_the_docs_call_by_a_name_that_is_no_command_is_pointed_to(name: str, run: Run) -> None:
+    done = run(name, "somewhere")
+    assert done.code == 2
+    assert done.err.startswith(f"attn-diag: there is no command '{name}': attn")

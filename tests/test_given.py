@@ -176,7 +176,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "of [B, T, H, D] say layout='BTHD'",
     ),
-    "no batch axis": (lambda: attn_diag.inspect(q[0], k[0], v[0], causal=True), "give q[None]"),
+    "no batch axis": (lambda: attn_diag.inspect(q[0], k[0], v[0], causal=True), "of one sequence q[None]"),
+    "one head": (lambda: attn_diag.inspect(q[0, 0], k[0, 0], v[0, 0], causal=True), "of one head q[None, None]"),
+    "a window of keys": (
+        lambda: attn_diag.inspect(q, k, v, o=o, window=8, causal=True),  # type: ignore[arg-type]
+        "window must be (left, right), got 8: 8 keys, a row's own among them, are (7, 0) under a causal mask",
+    ),
+    "a mask of integers": (
+        lambda: attn_diag.inspect(q, k, v, o=o, mask=torch.ones(20, 20).long()),
+        "mask has dtype int64; expected bool (True: attend) or, to be added, floating point",
+    ),
+    "a mask of keys": (
+        lambda: attn_diag.inspect(*(t.repeat(2, 1, 1, 1) for t in (q, k, v)), mask=torch.ones(2, 20).bool()),
+        "; of [B, Tk] give mask[:, None, None]",
+    ),
 }
 
 

@@ -541,3 +541,4 @@ def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogC
     assert said.startswith("no attention call was seen")
     assert f"0 (GatedLinear); it calls {__name__}.chunk_gla (linear attention): attn_diag.capture_linear" in said
     assert f"1 (Forgetting); it calls {__name__}.parallel_forgetting_attn: not known here." in said
+    assert "fast path" not in said  # no guesses where the modules are known

@@ -77,6 +77,22 @@ def verdicts(tensors: dict[str, Tensor], **metadata: Any) -> list[QuantityVerdic
     return [q for h in heads if h.head is not None for q in h.quantities if q.quantity == "dmask"]
 
 
+@pytest.mark.parametrize("hidden", [-89.0, -100.0, -1e4])
+def test_keys_that_a_large_number_hides_have_a_gradient_that_underflows(hidden: float) -> None:
+    """Shifted windows (Swin) add -100: P is e-44 there, 0 in fp32, and so is its gradient."""
+    g = torch.Generator().manual_seed(7)
+    q, k, v, do = (torch.randn(BATCH, HEADS, KEYS, D, generator=g).bfloat16() for _ in range(4))
+    mask = torch.zeros(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)
+    mask[..., 16:] = hidden
+    made = [t.requires_grad_() for t in (q, k, v, mask)]
+    o = sdpa(made[0], made[1], made[2], attn_mask=made[3])
+    given = dict(zip(("q", "k", "v", "mask"), (t.detach() for t in made), strict=True))
+    grads = dict(zip(("dq", "dk", "dv", "dmask"), torch.autograd.grad(o, made, do), strict=True))
+    assert bool((grads["dmask"][..., 16:].abs() < 1e-37).all())
+    found = verdicts({**given, **grads, "o": o.detach(), "do": do})
+    assert {q.answer for q in found} == {"good"}, found[0].words
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_right_one_is_good(shape: str) -> None:
     found = verdicts(attended(1, SHAPES[shape]), softcap=None)

@@ -31,6 +31,38 @@ def of(found: attn_diag.Diagnosis, head: int) -> dict[str, QuantityVerdict]:
     return {q.quantity: q for q in picked.quantities}
 
 
+def test_a_mask_whose_true_hides_is_named() -> None:
+    """As nn.MultiheadAttention has it: True is not attended to."""
+    q, k, v = given(3, 3, 3)
+    hides = torch.rand(1, 3, ROWS, ROWS, generator=torch.Generator().manual_seed(7)) > 0.6
+    probs = (q.double() @ k.double().mT * SCALE).masked_fill(hides, -torch.inf).softmax(-1)
+    found = attn_diag.inspect(q, k, v, o=(probs @ v.double()).bfloat16(), mask=hides, device="cpu")
+    assert all("the mask with True and False exchanged" in of(found, h)["o"].words for h in range(3))
+
+
+@pytest.mark.parametrize("size", [1.0, 0.01])
+def test_a_mask_that_is_added_to_the_probabilities_is_named(size: float) -> None:
+    """Small random numbers there look like dropout, which was said to be no fault."""
+    q, k, v = given(3, 3, 3)
+    mask = size * torch.randn(1, 3, ROWS, ROWS, generator=torch.Generator().manual_seed(7))
+    mask[..., 33:] = -torch.inf
+    bare = torch.zeros_like(mask).masked_fill(mask == -torch.inf, -torch.inf)
+    probs = (q.double() @ k.double().mT * SCALE + bare).softmax(-1) + mask.masked_fill(mask == -torch.inf, 0.0)
+    found = attn_diag.inspect(q, k, v, o=(probs @ v.double()).bfloat16(), mask=mask, device="cpu")
+    assert all("the mask gives that is added to P, behind the softmax" in of(found, h)["o"].words for h in range(3))
+
+
+def test_biases_by_distance_that_are_added_to_the_probabilities_are_named() -> None:
+    q, k, v = given(3, 3, 3)
+    slopes, at = torch.tensor([0.25, 0.0625, 0.015625]), torch.arange(ROWS)
+    bias = slopes[:, None, None].double() * (at[None] - at[:, None])
+    hidden = torch.ones(ROWS, ROWS).triu(1).bool()
+    probs = (q.double() @ k.double().mT * SCALE).masked_fill(hidden, -torch.inf).softmax(-1)
+    o = ((probs + bias.masked_fill(hidden, 0.0)) @ v.double()).bfloat16()
+    found = attn_diag.inspect(q, k, v, o=o, alibi_slopes=slopes, causal=True, device="cpu")
+    assert all("ALiBi's bias gives that is added to P, behind the softmax" in of(found, h)["o"].words for h in range(3))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

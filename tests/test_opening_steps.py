@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from builders import inspected, some, with_findings
 
+from attn_diag.reports.finding_words import grows, when
 from attn_diag.reports.opening import headline, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.estimates import Label
@@ -74,3 +75,30 @@ def test_what_became_graver_is_one_finding() -> None:
     (finding,) = several_steps(".lww").findings
     assert (finding.label, finding.onset, finding.earlier) == ("wrong", 20, {"lossy": 10})
     assert [(s.step, s.label) for s in finding.by_step] == [(0, None), (10, "lossy"), (20, "wrong"), (30, "wrong")]
+
+
+def test_the_errors_over_steps_are_those_of_the_findings_own_heads() -> None:
+    diagnosis = several_steps("ll")
+    captures = []
+    for place, capture in enumerate(diagnosis.captures):
+        (observation,) = capture.observations
+        own, whole = observation.heads
+        fragile = replace(some(own.verdict), labels=("ill_conditioned",))
+        gradient = replace(some(own.propagation.dq), relative_error=10.0**place)
+        beside = replace(own, head=1, verdict=fragile, propagation=replace(own.propagation, dq=gradient))
+        observation = replace(observation, heads=(own, beside, whole))
+        captures.append(replace(capture, observations=(observation,)))
+    lossy = with_findings(diagnosis, captures).findings[0]
+    assert (lossy.label, lossy.heads, [s.heads for s in lossy.by_step]) == ("lossy", 2, [1, 1])
+    assert [s.dq_error for s in lossy.by_step] == [lossy.dq_error] * 2
+    assert "No clear trend" in when(lossy)
+
+
+def test_the_growth_of_a_right_dq_is_not_that_of_a_lossy_dv() -> None:
+    (finding,) = several_steps("ll").findings
+    errors = [replace(s, dq_error=10.0**place) for place, s in enumerate(finding.by_step)]
+    finding = replace(finding, by_step=tuple(errors))
+    assert "It grows: dQ is" in when(finding)
+    right = replace(finding, quantities=("dv",), right=("dq",))
+    assert "dQ" not in when(right)
+    assert not grows(right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import tomllib
@@ -13,6 +14,7 @@ from conftest import ROOT
 import attn_diag
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def test_the_man_page_is_of_this_version() -> None:
@@ -31,11 +33,28 @@ def test_the_conda_recipe_needs_what_the_package_needs() -> None:
     }
 
 
+def _imported(tree: ast.Module) -> set[str]:
+    """The packages that a module imports anywhere in it, also where a function first needs them."""
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_package_imports_nothing_that_tests_alone_install() -> None:
+    """An environment with the tests' packages does not show that a user's lacks one."""
+    tests_alone = set(re.findall(r"^[\w-]+", "\n".join(EXTRAS["test"]), re.MULTILINE)) - {"attn-diag", "pytest"}
+    assert {"ml_dtypes", "gfloat"} <= tests_alone
+    for folder in ("diagnostics", "kernels", "reference", "reports"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            taken = tests_alone & _imported(ast.parse(path.read_text()))
+            assert not taken, f"{path.relative_to(ROOT)} imports {taken}, which a user does not have"
+
+
 def test_the_frameworks_that_are_tested_have_extras() -> None:
-    extras = PROJECT["optional-dependencies"]
-    assert "attn-diag[hf,lightning]" in extras["frameworks"]
-    assert extras["hf"][1].startswith("transformers>=")
-    assert extras["lightning"][0].startswith("lightning>=")
+    assert "attn-diag[hf,lightning]" in EXTRAS["frameworks"]
+    assert EXTRAS["hf"][1].startswith("transformers>=")
+    assert EXTRAS["lightning"][0].startswith("lightning>=")
 
 
 @pytest.mark.parametrize(

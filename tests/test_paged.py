@@ -152,6 +152,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": ({"dk": torch.zeros(60, SIZE, 2, 32), "do": 1}, "gradients of a cache are not supported"),
     "mask": ({"mask": torch.zeros(1, 90)}, "mask: not supported beside page_table"),
     "v of other pages": ({"v": torch.zeros(50, SIZE, 2, 32).bfloat16()}, "k and v in pages must have shape"),
+    "o transposed": (
+        {"o": torch.zeros(3, 1, 4, 32)},
+        r"o must be laid out as q, \[B, H, T, D\] = \[3, 4, 1, 32\], got",
+    ),
     "two names": ({"block_table": torch.zeros(3, 7)}, "'block_table' and 'page_table' are one thing"),
 }
 

@@ -81,7 +81,7 @@ def test_sinks_that_are_not_stated_are_read_off_o(seed: int) -> None:
     found = inspected(call, computed(call, call.sinks, call.sinks, masking), masking, sinks=False)
     assert wrong(found)
     assert "sinks that the capture does not state (logits" in found.assumptions.message
-    assert "which is not stated" in named(found)
+    assert "an unstated sink of logit" in named(found)
 
 
 def test_sinks_that_the_kernel_ignored_are_told_in_the_assumptions() -> None:

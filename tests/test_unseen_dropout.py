@@ -71,6 +71,19 @@ def test_what_no_dropout_makes_is_none(kind: str) -> None:
             assert in_size(*heads(capture)[0], torch.arange(160)) is None, seed
 
 
+def test_dropout_without_its_factor_is_wrong_by_name() -> None:
+    p = 0.1
+    capture, _ = made(p, causal=True, seed=1, kind="without the factor")
+    told = attn_diag.inspect(capture, device="cpu")
+    assert [f.label for f in told.findings] == ["wrong"]
+    assert re.search(
+        r"dropout with p near 0\.\d makes them that lacks the factor 1 / \(1 - p\)", told.findings[0].words
+    )
+    for kind in ("rows alike", "keys alike", "before the row sum", "dropout", "none"):
+        capture, _ = made(0.0 if kind == "none" else p, causal=True, seed=1, kind=kind)
+        assert all(in_weights([head], format_of(torch.bfloat16), unscaled=True) is None for head in heads(capture))
+
+
 def test_a_fault_in_some_rows_and_a_v_of_zeros_are_no_dropout() -> None:
     """Of peaked rows dropout makes errors of all sizes: a fault of every 16th row seemed to agree with that."""
     capture, _ = made(0.0, causal=False, seed=3)

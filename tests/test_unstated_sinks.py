@@ -53,7 +53,7 @@ def test_one_key_of_zeros_is_wrong_and_named(first: int) -> None:
     """Of 200 rows it adds some 3e-4 to a row sum: O's error grew by less than a tenth, and the head passed."""
     labels, words = labels_and_words(lambda s: counted(s, first=first))
     assert "wrong" in labels
-    assert "a sink of logit 0, which is not stated (or one key of zeros that is not masked) gives" in words
+    assert "an unstated sink of logit 0 (or one key of zeros that is not masked) gives" in words
     assert ("rows 192-199" in words) == (first == 192)
 
 

@@ -111,6 +111,10 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTens
     if unknown := sorted(call.keys() - get_type_hints(CallTensors).keys()):
         known = ", ".join(get_type_hints(CallTensors))
         raise InputError(f"{function}() has no argument {unknown[0]!r}; of a call it takes {known}")
+    window: Any = call.get("window")
+    if isinstance(window, int):
+        keys = f"{window} keys, a row's own among them, are ({window - 1}, 0) under a causal mask"
+        raise InputError(f"window must be (left, right), got {window}: {keys}")
     if is_array(source) and not isinstance(source, Capture):
         return [_of_call(source, k, v, call, function)]
     beside = {"k": k, "v": v, **{name: call.get(name) for name in call if name not in _OPTIONS}}
@@ -166,16 +170,15 @@ def _same_lengths(tensors: dict[str, Tensor], layout: str | None) -> bool:
     if "position_ids" in tensors and q.dim() == 3:
         return q.shape[0] == k.shape[0]
     axis = 1 if layout == "BTHD" else 2
-    return q.dim() == k.dim() == 4 and q.shape[axis] == k.shape[axis]
+    # Of other axes there are no lengths, and the shapes are refused.
+    return q.dim() != 4 or k.dim() != 4 or q.shape[axis] == k.shape[axis]
 
 
 def _layout_hint(tensors: dict[str, Tensor], layout: str | None) -> str:
-    """What may be meant where lengths differ: [B, T, H, D], whose heads are read as rows, or one head's own tensors."""
+    """What may be meant where lengths differ: [B, T, H, D], whose heads are read as rows."""
     q, k = tensors["q"], tensors["k"]
     if layout is None and q.dim() == k.dim() == 4 and q.shape[1] == k.shape[1]:
         return f"; q {list(q.shape)} and k {list(k.shape)} were read as [B, H, T, D]: of [B, T, H, D] say layout='BTHD'"
-    if q.dim() == 3 and not any(name in tensors for name in (*CACHE, *PACKING, "position_ids")):
-        return f"; q {list(q.shape)} has three axes: of one sequence give q[None], [B, H, T, D]"
     return ""
 
 

@@ -207,12 +207,16 @@ def _one_after_the_other(found: dict[str, TensorSource], layout: str, count: int
     if PACKING[0] in found:
         return
     single = len(found["q"].shape) == 3
-    rows = 1 if single else found["q"].shape[layout.index("T")]
+    places = list(found["q"].shape[:-1])
+    rows = 1 if single else places[layout.index("T")]
     for name, source in list(found.items()):
         base = name.rpartition(".")[2]
         if base not in _ROWS or (base in OBSERVED and len(source.shape) < 2) or source.shape[0] != count:
             continue
         t = source[...]
+        if base in ("o", "do", "dq") and list(t.shape[:-1]) != places:
+            axes = "B, H, D" if single else ", ".join(layout)
+            raise InputError(f"{name} must be laid out as q, [{axes}] = {[*places, t.shape[-1]]}, got {list(t.shape)}")
         if single:
             found[name] = t.T if base in ("lse", "delta") else t
         elif base in ("lse", "delta") or (layout == "BHTD" and base != "x"):

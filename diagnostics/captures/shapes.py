@@ -93,7 +93,8 @@ def _check_inputs(c: _Shaped) -> None:
         full = (c.batch, c.q_heads, c.q_length, c.k_length)
         broadcasts = all(n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
         if not 2 <= len(mask.shape) <= 4 or not broadcasts:
-            raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}")
+            of_keys = "; of [B, Tk] give mask[:, None, None]" if tuple(mask.shape) == (c.batch, c.k_length) else ""
+            raise InputError(f"mask must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(mask.shape)}{of_keys}")
     for name in ("q", "k", "v"):
         if (factor := c.tensors.get(f"{name}_descale")) is not None:
             heads = c.q_heads if name == "q" else c.kv_heads

@@ -52,8 +52,9 @@ def require_inputs(tensors: Tensors, metadata: Metadata) -> None:
     for name in ("q", "k", "v"):
         shape = tuple(tensors[name].shape)
         if len(shape) != 4:
+            axes = {3: ": of one sequence q[None]", 2: ": of one head q[None, None]"}.get(len(shape), "")
             raise InputError(
-                f"{name} must have shape [{', '.join(metadata.layout)}], got {list(shape)}; add the missing axes"
+                f"{name} must have shape [{', '.join(metadata.layout)}], got {list(shape)}; add the missing axes{axes}"
             )
         if 0 in shape:
             raise InputError(f"{name} is empty: shape {list(shape)}")
@@ -94,7 +95,9 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         and dtype not in FLOATS
         and not (base == "mask" and dtype == torch.bool)
     ):
-        raise InputError(f"{name} has dtype {short(dtype)}; expected floating point ({', '.join(map(short, FLOATS))})")
+        floats = f"floating point ({', '.join(map(short, FLOATS))})"
+        expected = f"bool (True: attend) or, to be added, {floats}" if base == "mask" else floats
+        raise InputError(f"{name} has dtype {short(dtype)}; expected {expected}")
 
 
 def _check_input_dtypes(tensors: Tensors) -> None:

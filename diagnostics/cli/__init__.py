@@ -42,8 +42,23 @@ _INTERNAL = 3
 _NEW_OBJECTS = 50_000
 
 
+# What the docs call by a name that is no command's.
+_ELSEWHERE = {
+    "hunt": "attn-diag check KERNEL --hunt",
+    "capture": "attn_diag.capture(model, folder) around a training loop, in Python",
+    "monitor": "attn_diag.Monitor(model), in Python",
+    "break-if": "attn_diag.break_if(wrong=True, model=model), in Python",
+    "explain": "attn_diag.explain(attn_diag.inspect(file), head), in Python",
+}
+
+
 class _Group(TyperGroup):
     """The commands; what typer itself complains of is quoted from the command line, and may be a file's name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (instead := _ELSEWHERE.get(args[0].lower().replace("_", "-"))) is not None:
+            raise InputError(f"there is no command {args[0]!r}: {instead}")
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _printable_complaints():

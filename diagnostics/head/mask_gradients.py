@@ -13,6 +13,8 @@ from attn_diag.head.read import HeadInputs
 from attn_diag.reference import BoundCollector, RowBlock, reference_head, row_blocks
 from attn_diag.reference.bias_gradient import bias_gradient
 
+# An exponential below fp32's smallest normal is 0 in many kernels: torch's, of keys that a mask of -100 hides.
+_SMALLEST = 2.0**-126
 # What mistakes make of the gradient, by what is said of it then.
 NO_DELTA = "lacks delta: it is the sum of P o dP"
 SLOPED = "has the softcap's derivative in it, which does not belong there: the mask is added behind softcap"
@@ -27,7 +29,7 @@ class MaskTerms:
     total: Tensor = field(init=False)
     """The gradient."""
     bound: Tensor = field(init=False)
-    """Of the reference's own error."""
+    """Of the reference's own error, and of what fp32 may lose of a P below its smallest normal."""
     size: Tensor = field(init=False)
     """The sum of the sizes of P o dP and P o delta."""
     variance: Tensor = field(init=False)
@@ -72,9 +74,10 @@ class MaskTerms:
             logits = 2 + block.row_max.masked_fill(block.fully_masked, 0.0).abs()[:, None]
             spread = block.probs * (block.dprobs.abs() + whole)
             variance = block.probs.square() * of_delta[block.rows, None] + own.square() * (2 * unit**2 / 3)
+            sizes = block.dprobs.abs() + block.delta.abs()[:, None]
             found = {
-                "total": own, "bound": bound, "variance": variance,
-                "size": block.probs * (block.dprobs.abs() + block.delta.abs()[:, None]),
+                "total": own, "bound": bound + block.probs.clamp(max=_SMALLEST) * sizes, "variance": variance,
+                "size": block.probs * sizes,
                 "coarse": (unit * logits * own).square() + (2 * unit * spread).square(),
             }  # fmt: skip
             for name, values in found.items():

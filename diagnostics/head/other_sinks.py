@@ -52,11 +52,9 @@ def other_sinks(
     """
     own = capture.sink(head)
     if own is None or not math.isfinite(own):
-        named = (
-            "" if seen is None else f"a sink of logit {_written(seen)}, which is not stated{_or_zeros(capture, seen)}"
-        )
+        named = "" if seen is None else f"an unstated sink of logit {_written(seen)}{_or_zeros(capture, seen)}"
         return [OtherSink(named, seen)] * (seen is not None) + [
-            OtherSink("the off-by-one softmax (a sink of logit 0, which is not stated)", 0.0)
+            OtherSink("the off-by-one softmax (an unstated sink of logit 0)", 0.0)
         ]
     offset = capture.metadata.head_offset
     nearest = sorted((h for h in range(capture.q_heads) if h != head), key=lambda h: abs(h - head))[:_MOST_HEADS]

@@ -64,12 +64,15 @@ class UnseenDropout:
         )
 
 
-def in_weights(heads: list[tuple[AttentionHead, Tensor]], fmt: FloatFormat) -> UnseenDropout | None:
+def in_weights(
+    heads: list[tuple[AttentionHead, Tensor]], fmt: FloatFormat, *, unscaled: bool = False
+) -> UnseenDropout | None:
     """Dropout by the weights of rows that see few keys; None where there are none, or they are something else.
 
     Args:
         heads: Each head without dropout, and its O, [Tq, Dv] float64.
         fmt: The format in which O was stored.
+        unscaled: Whether what is sought lacks the factor 1 / (1 - p), by mistake.
     """
     of_heads = [_weights(head, o, fmt) for head, o in heads]
     found = [row for rows in of_heads for row in rows]
@@ -81,7 +84,9 @@ def in_weights(heads: list[tuple[AttentionHead, Tensor]], fmt: FloatFormat) -> U
     if count < _WEIGHTS or zeros < _ZEROS or int((zero | kept).sum()) < _MOST * count:
         return None
     factor = float(weights[kept].median())
-    p = 1 - 1 / factor if factor > 0 else 0.0
+    if unscaled != (abs(factor - 1) < _LEAST):
+        return None
+    p = zeros / count if unscaled else 1 - 1 / factor if factor > 0 else 0.0
     alike = (weights[kept] / factor - 1).abs() < _NEAR
     by_chance = _CHANCE * math.sqrt(p * (1 - p) / count) + 1 / count if 0 < p < 1 else 0.0
     if not _LEAST <= p <= _LARGEST or alike.double().mean() < _MOST or abs(zeros / count - p) > by_chance:

@@ -39,7 +39,7 @@ class FindingPlace:
 
 @dataclass(frozen=True)
 class FindingAtStep:
-    """A finding at one step: the worst of its heads there."""
+    """A finding at one step: the worst of its heads there; where none has it, of its layers' heads."""
 
     step: int
     """The training step."""
@@ -151,6 +151,11 @@ class SharedFinding:
     def layers(self) -> tuple[int, ...]:
         """All its layers."""
         return tuple(sorted({layer for place in self.places for layer in place.layers}))
+
+    @property
+    def rounding_known(self) -> bool:
+        """Whether what rounds is named, or where and how it is off."""
+        return bool(self.site or self.pattern) or "as where" in self.words
 
     @property
     def onset(self) -> int | None:

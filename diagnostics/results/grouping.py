@@ -338,9 +338,9 @@ def _by_step(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingAt
                 label=min(filter(None, map(_gravest, own)), key=KINDS.index, default=None),
                 heads=len(own),
                 of=len(heads),
-                factor=_largest(map(_factor, heads)),
-                dq_error=_largest(_errors(h, "dq") for h in heads),
-                dw_q_error=_largest(_errors(h, "dw_q") for h in heads),
+                factor=_largest(map(_factor, own or heads)),
+                dq_error=_largest(_errors(h, "dq") for h in own or heads),
+                dw_q_error=_largest(_errors(h, "dw_q") for h in own or heads),
             )
         )
     return tuple(found)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence, Guess
@@ -23,7 +24,8 @@ from attn_diag.analyses.patterns.readings import (
 )
 from attn_diag.analyses.patterns.slab import slab_of
 from attn_diag.head.bounded_mask import Leak, words_of
-from attn_diag.reference import reference_rows
+from attn_diag.reference import AttentionHead, reference_rows
+from attn_diag.reference.masking import ABSORBS, adds, hides
 
 
 def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
@@ -41,6 +43,7 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     yield from _bounded_mask(evidence, rows)
+    yield from _behind_softmax(head, rows)
     block = reference_rows(head, rows)
     yield Guess("normalisation", "were not divided by the row sum", block.unnormalised_out)
     sum_scaled = block.unnormalised_out * block.row_max.clamp(max=60.0).exp()[:, None]
@@ -64,3 +67,21 @@ def _bounded_mask(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     value = leak.fitted(evidence.observed[rows], evidence.noise[rows])
     if value is not None:
         yield Guess("mask", f"are what hiding keys by {words_of(value)} gives", leak.predicted(value), 1, fitted=1)
+
+
+def _behind_softmax(head: AttentionHead, rows: Tensor) -> Iterator[Guess]:
+    """O where a mask's numbers, or ALiBi's, are added to P instead of to the scores."""
+    masking, mask, alibi = head.masking, head.masking.mask, head.masking.alibi
+    if mask is not None and adds(mask):
+        added, name = mask[rows].double(), "the mask"
+        masking = replace(masking, mask=(mask > ABSORBS) & ~hides(mask))
+    elif alibi is not None:
+        added, name = torch.zeros(len(rows), len(head.k), dtype=torch.float64, device=head.k.device), "ALiBi's bias"
+        alibi.add_to(added, alibi.distances(head.positions[rows], slice(0, len(head.k)), len(head.k)))
+        masking = replace(masking, alibi=None)
+    else:
+        return
+    block = reference_rows(replace(head, masking=masking), rows)
+    added = added[:, block.keys].masked_fill(block.probs == 0, 0.0)
+    prediction = block.out + added @ head.v[block.keys]
+    yield Guess("mask", f"are what {name} gives that is added to P, behind the softmax", prediction)

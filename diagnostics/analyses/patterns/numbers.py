@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.wording import between, number, ranges
 
 _PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -26,14 +28,16 @@ def scales(stated: float, head_dim: int) -> dict[str, float]:
 
 def rounded_scales(stated: float) -> dict[str, float]:
     """What the softmax scale is where a constant of it is rounded to 16 bits, by name."""
-    import ml_dtypes
-
     found = {}
-    for fmt, dtype in (("BF16", ml_dtypes.bfloat16), ("FP16", np.float16)):
+    for fmt, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
         for name, value in (("log2(e)", math.log2(math.e)), ("the scale times log2(e)", stated * math.log2(math.e))):
-            found[f"{name} in {fmt}"] = stated * float(np.array(value).astype(dtype)) / value
-        found[f"the scale in {fmt}"] = float(np.array(stated).astype(dtype))
+            found[f"{name} in {fmt}"] = stated * _rounded(value, dtype) / value
+        found[f"the scale in {fmt}"] = _rounded(stated, dtype)
     return found
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(round_nearest_even(torch.tensor(value, dtype=torch.float64), format_of(dtype)))
 
 
 def factors(alpha: float, *, scaled: bool, dropped: float = 0.0) -> dict[str, float]:

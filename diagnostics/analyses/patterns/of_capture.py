@@ -304,7 +304,11 @@ class CapturePatterns:
         )
         heads = list(dict.fromkeys([*heads[:_MOST_OTHERS], *((head + by) % c.q_heads for by in (-1, 1))]))
         others = [b for b in range(c.batch) if b != batch][:_MOST_OTHERS]
-        found = [(self._name(h), partial(self._read, batch, h)) for h in heads if h != head]
+        named = {h: self._name(h) for h in heads if h != head}
+        if self._group > 1:
+            offset = c.metadata.head_offset
+            named |= {h: f"{n} (key head {(h + offset) // self._group})" for h, n in named.items()}
+        found = [(name, partial(self._read, batch, h)) for h, name in named.items()]
         return [*found, *((item_of(c.metadata, b)[0], partial(self._read, b, head)) for b in others)]
 
 

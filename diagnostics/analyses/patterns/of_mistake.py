@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import CLEAR, LEAVES, Evidence, Guess
 from attn_diag.analyses.patterns.readings import Reading
 from attn_diag.analyses.patterns.slab import Slab, open_slab
-from attn_diag.head.unseen_dropout import drawn_size, in_size
+from attn_diag.head.unseen_dropout import drawn_size, in_size, in_weights
 from attn_diag.reference.fused import reference_of
 from attn_diag.results.quality import MASK_UNSEEN, UNSEEN_DROPOUT, Pattern
 
@@ -123,7 +123,8 @@ def redrawn_dropout(evidence: Evidence) -> list[Pattern]:
 
 
 def unseen_dropout(evidence: Evidence) -> list[Pattern]:
-    """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove."""
+    """That O's error has the size, row by row, that dropout of one p makes: which its mask alone could prove; or that
+    probabilities are lost at random."""
     head, usable = replace(evidence.heads[0], do=None), evidence.usable
     # Dropout reaches every feature that V has.
     noise = LEAVES**2 * evidence.variance[usable].sum(0)
@@ -136,6 +137,12 @@ def unseen_dropout(evidence: Evidence) -> list[Pattern]:
         moved = (lse - evidence.references[0].lse)[usable].square().mean().sqrt()
         if float(moved) > _LSE_OF_DROPOUT * float((error.sum() / truth.sum()).sqrt()):
             return []
+    if (found := in_weights([(head, evidence.observed)], evidence.fmt, unscaled=True)) is not None:
+        words = (
+            f"where rows see few keys, each of {found.weights} probabilities is 0 or what it should be, as dropout "
+            f"with p near {found.p:.1g} makes them that lacks the factor 1 / (1 - p)"
+        )
+        return [Pattern("dropout", words)]
     p = in_size(head, evidence.observed, usable.nonzero()[:, 0])
     if p is None:
         return []

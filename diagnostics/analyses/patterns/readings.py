@@ -96,6 +96,8 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
     masking = head.masking
     if masking.mask is not None:
         yield reading("attention without the mask", replace(masking, mask=None))
+        if masking.mask.dtype == torch.bool:
+            yield reading("the mask with True and False exchanged", replace(masking, mask=~masking.mask))
         if masking.mask.shape[0] == masking.mask.shape[1]:
             yield reading("the mask transposed", replace(masking, mask=masking.mask.T))
         yield reading("the mask with its keys in reverse", replace(masking, mask=masking.mask.flip(1)))

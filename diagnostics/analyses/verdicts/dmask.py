@@ -142,9 +142,10 @@ class _Gradient:
 
     def limit(self, terms: MaskTerms, observed: Tensor) -> Tensor:
         """How far any sane kernel may be off."""
-        stored = 2.0 ** -format_of(self.stored.dtype).precision * torch.maximum(terms.total.abs(), observed.abs())
+        fmt = format_of(self.stored.dtype)
+        stored = 2.0**-fmt.precision * torch.maximum(terms.total.abs(), observed.abs()).clamp(min=fmt.smallest_normal)
         spread = (terms.variance + terms.coarse).sqrt()
-        return _LIMIT * spread + stored + _FP32_SUM * terms.size + terms.bound + 1e-300
+        return _LIMIT * spread + stored + _FP32_SUM * terms.size + terms.bound
 
 
 def _judged(gradient: _Gradient, batches: Sequence[int]) -> QuantityVerdict:

@@ -29,6 +29,7 @@ KEPT_WHOLE = (
     'to the inputs\' format, or give input_precision="ieee" or "tf32x3"; where it is cast to FP16, let that cast round '
     "to nearest."
 )
+_ADDED_UP = "The rounding is known, and named with the head: add up these gradients in fp32, and round each once."
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
@@ -96,6 +97,8 @@ def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
     """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
     if lossy and all(q.site in CUT_OFF for q in lossy):
         return KEPT_WHOLE
+    if lossy and all(q.site == "gradient_accumulator" for q in lossy):
+        return _ADDED_UP
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]

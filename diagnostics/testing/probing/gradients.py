@@ -14,7 +14,8 @@ from attn_diag.testing.probing.outcome import ProbeOutcome
 from attn_diag.testing.target import GRADIENTS, MisfitError, Target
 
 _NOT_JUDGED = "Gradients were not judged"
-_ONE_CALL = "dQ, dK and dV were looked at in one call on N(0,1) inputs (attn-diag check tries others)."
+_ONE_CALL = "dQ, dK and dV were looked at in one call on N(0,1) inputs."
+_NOT_TRIED = "Other head sizes, and fewer key heads than query heads (GQA), were not tried: attn-diag check does."
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def gradient_look(case: CaseInputs, target: Target, draw: Draw) -> GradientLook:
     if wrong := [q for q in judged if q.answer in ("wrong", "nonfinite")]:
         return GradientLook(_ONE_CALL, max(wrong, key=lambda q: q.relative_error or 0.0))
     coarse = [q.words for q in judged if q.answer == "lossy"]
-    return GradientLook(" ".join([_ONE_CALL, *(coarse or ["They show no fault."])]))
+    return GradientLook(" ".join([_ONE_CALL, *(coarse or ["They show no fault."]), _NOT_TRIED]))
 
 
 def with_gradients(found: ProbeOutcome, look: GradientLook) -> ProbeOutcome:

@@ -29,10 +29,14 @@ _BLIND = 3
 _STEPS = 3
 _MOST_NAMES = 6
 # What a user is told where nothing can be seen, by whoever watches.
+UNSEEN = "no attention call was seen"
+REPLAYED = (
+    "be replayed from a CUDA graph that was recorded before (make the capture or Monitor before the first step, or "
+    "call torch._dynamo.reset() after it)"
+)
 NOTHING = (
-    "no attention call was seen. It may be the model's own products and softmax (have its function of q, k and v seen: "
-    "@attn_diag.observe), be replayed from a CUDA graph that was recorded before (make the capture or "
-    "Monitor before the first step, or call torch._dynamo.reset() after it), be plain products and softmax, or a "
+    f"{UNSEEN}. It may be the model's own products and softmax (have its function of q, k and v seen: "
+    f"@attn_diag.observe), {REPLAYED}, be plain products and softmax, or a "
     "Triton kernel, inside a compiled graph (torch.compiler.disable leaves them out), run on the fast path of "
     "nn.TransformerEncoder or nn.MultiheadAttention in eval mode (torch.backends.mha.set_fastpath_enabled(False)), "
     "call a kernel that is not known here, or be another model's than the one that was given (a copy's, say)"
@@ -203,7 +207,10 @@ class Unseen:
         if not self._blind and not self.failed:
             self._blind = True
             engines = [words for name, words in ENGINES.items() if name in sys.modules]
-            self._warn(". ".join([NOTHING, *engines, *self._words()]))
+            # Modules that trained unseen say which of the reasons it is, but for graphs that are replayed.
+            if own := self._words():
+                own += [f"It may also {REPLAYED}"] * torch.cuda.is_available()
+            self._warn(". ".join([UNSEEN if own else NOTHING, *engines, *own]))
 
     def _words(self) -> list[str]:
         """Of each class of modules that trained without being met, what there is to say."""
