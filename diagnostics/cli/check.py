@@ -12,8 +12,9 @@ import typer
 from attn_diag.captures.files import CAPTURE_SUFFIXES
 from attn_diag.cli.delivery import Delivery, progress_bar, write_text
 from attn_diag.cli.hunting import Hunting, refuse_beside_hunt
+from attn_diag.cli.limits import Limits
 from attn_diag.cli.linear import Operator, linear_asked, linear_captures, refuse_softmax
-from attn_diag.cli.options import Declared, Device, Limits, ObservationName, command, listed, open_captures
+from attn_diag.cli.options import Declared, Device, ObservationName, command, listed, open_captures
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:

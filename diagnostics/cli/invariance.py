@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.limits import Limits
 from attn_diag.cli.linear import Operator, refuse_softmax
-from attn_diag.cli.options import Device, Html, Limits, command, listed, shape_of
+from attn_diag.cli.options import Device, Html, command, listed, shape_of
 from attn_diag.errors import InputError
 
 

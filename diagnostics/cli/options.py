@@ -13,6 +13,7 @@ import typer
 
 from attn_diag.captures.places import place
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
+from attn_diag.cli.limits import window_of
 from attn_diag.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,16 +77,6 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
     return run
 
 
-def window_of(given: str | None) -> tuple[int, int] | None:
-    """LEFT,RIGHT as two integers. Raises InputError where it is not."""
-    from attn_diag.captures.metadata import parse_window
-
-    try:
-        return None if given is None else parse_window(given)
-    except ValueError:
-        raise InputError(f"--window must be LEFT,RIGHT (two integers), got {given!r}") from None
-
-
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -118,29 +109,6 @@ class Overrides:
     def given(self) -> dict[str, object]:
         """What the command line says, by the option's name."""
         return {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a kernel leaves out of its softmax, besides what causality masks."""
-
-    window: Annotated[
-        str | None,
-        typer.Option(
-            "--window", metavar="LEFT,RIGHT", help="Of row t it sees the keys t-LEFT to t+RIGHT alone (-1: all there)."
-        ),
-    ] = None
-    softcap: Annotated[
-        float | None, typer.Option("--softcap", metavar="C", help="Its scores are C tanh(scale q.k / C).")
-    ] = None
-
-    def band(self) -> tuple[int, int] | None:
-        """The window. Raises InputError for one that is none."""
-        return window_of(self.window)
-
-    def given(self) -> dict[str, object]:
-        """What the command line says, by the option's name."""
-        return {"--window": self.window, "--softcap": self.softcap}
 
 
 @dataclass(frozen=True)

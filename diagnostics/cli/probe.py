@@ -7,7 +7,8 @@ from typing import Annotated, get_args
 import typer
 
 from attn_diag.cli.delivery import Delivery, complain, progress_bar
-from attn_diag.cli.options import Device, Level, Limits, command, labels, listed, shape_of
+from attn_diag.cli.limits import Limits
+from attn_diag.cli.options import Device, Level, command, labels, listed, shape_of
 from attn_diag.errors import InputError
 
 

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Unpack
 
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.files import write_atomically
 from attn_diag.captures.given import Array, CallTensors, Source, captures_of
 from attn_diag.errors import InputError
@@ -121,14 +120,9 @@ def drawn_capture(
     stated = stated or Stated.of(False, None, head_dim)
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (torch.randn(1, 2, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
-    tensors = {"q": q, "k": k, "v": v, "do": do}
-    if dropout_p:
-        tensors[KEPT] = torch.rand(1, 2, _LENGTH, _LENGTH, generator=generator) >= dropout_p
-    drawn = Capture.from_tensors(
-        tensors, causal=stated.causal, scale=stated.scale, window=stated.window, softcap=stated.softcap,
-        dropout_p=dropout_p or None,
-    )  # fmt: skip
-    return replace(drawn, source="normal numbers")
+    kept = torch.rand(1, 2, _LENGTH, _LENGTH, generator=generator) >= dropout_p if dropout_p else None
+    case = stated.case("normal numbers", q, k, v, do, dropout_mask=kept, dropout_p=dropout_p or None)
+    return replace(case.captured({}), source=case.name)
 
 
 def declaring(capture: Capture, declared: str | None) -> Capture:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from attn_diag.captures.capture import Capture
 from attn_diag.captures.lent import written_words
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
@@ -275,14 +274,10 @@ class _Run:
             return None
         batch, head = min(at[0], len(inputs.q) - 1), min(at[1], inputs.q.shape[1] - 1)
         group = inputs.q.shape[1] // inputs.k.shape[1]
-        one, key = (
-            (slice(batch, batch + 1), slice(head, head + 1)),
-            (slice(batch, batch + 1), slice(head // group, head // group + 1)),
-        )
-        tensors = {"q": inputs.q[one], "k": inputs.k[key], "v": inputs.v[key], "o": outputs["o"][one]}
-        capture = Capture.from_tensors(
-            tensors, scale=inputs.scale, causal=inputs.causal, window=inputs.window, softcap=inputs.softcap
-        )
+        item, kv = slice(batch, batch + 1), head // group
+        one, key = (item, slice(head, head + 1)), (item, slice(kv, kv + 1))
+        alone = replace(inputs, q=inputs.q[one], k=inputs.k[key], v=inputs.v[key], do=None)
+        capture = alone.captured({"o": outputs["o"][one]})
         found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)
         if found is None:
             return None

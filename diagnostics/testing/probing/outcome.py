@@ -55,8 +55,9 @@ def outcome_of(
             evidence = (
                 f"{certain}; no scale, mask or layout that was tried fits. Nothing else was probed: mend that first."
             )
-            causal = asked.stated.causal == "none" and "a causal mask shifted" in other.words
-            command = asked.command("probe", ["--causal top-left"]) if causal else None
+            command = _after(asked, ["--cases normal", "--out failing"]) or asked.command("probe")
+            if asked.stated.causal == "none" and "a causal mask shifted" in other.words:
+                command = asked.command("probe", ["--causal top-left"])
             return ProbeOutcome("fail", f"it {other.words}", "certain", evidence, next=command)
         evidence = f"{certain}; with {other.fits} it fits. Nothing else was probed."
         command = other.again("probe", asked)
@@ -84,9 +85,9 @@ def outcome_of(
     return ProbeOutcome("fail", what, certainty, f"{sure}{guess}", judged.normal, after)
 
 
-def _after(asked: Again) -> str | None:
-    """The command for when nothing is wrong any more: ``check`` knows no FP32, and slopes from captures alone."""
-    return None if asked.dtype == "fp32" or asked.slopes else asked.command("check")
+def _after(asked: Again, also: Sequence[str] = ()) -> str | None:
+    """What ``check`` makes of the kernel, which knows no FP32, and slopes from captures alone."""
+    return None if asked.dtype == "fp32" or asked.slopes else asked.command("check", also)
 
 
 @dataclass(frozen=True)
