@@ -55,7 +55,7 @@ def outcome_of(
             evidence = (
                 f"{certain}; no scale, mask or layout that was tried fits. Nothing else was probed: mend that first."
             )
-            command = _after(asked, ["--cases normal", "--out failing"]) or asked.command("probe")
+            command: str | None = _after(asked, ["--cases normal", "--out failing"]) or asked.command("probe")
             if asked.stated.causal == "none" and "a causal mask shifted" in other.words:
                 command = asked.command("probe", ["--causal top-left"])
             return ProbeOutcome("fail", f"it {other.words}", "certain", evidence, next=command)
