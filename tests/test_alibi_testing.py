@@ -88,7 +88,7 @@ SLOPES = alibi_functions.SLOPES.tolist()
     [
         ("sound", SLOPES, None),
         ("off_by_one_head", SLOPES, "it has ALiBi slopes off by one head: O fits those of the head before"),
-        ("sound", None, "it has ALiBi's usual slopes, which the capture does not state: O fits them"),
+        ("sound", None, "it has ALiBi's usual slopes, which are not stated: O fits them"),
         ("sound", [1.5 * slope for slope in SLOPES], "it returns an O"),
     ],
 )
@@ -98,7 +98,8 @@ def test_probe_knows_slopes(name: str, slopes: list[float] | None, words: str | 
         getattr(alibi_functions, name), shape=(2, 4, 96, 32), causal="top-left", alibi_slopes=slopes, device="cpu",
         probes=["normal", "unit-vectors", "length"],
     )  # fmt: skip
-    assert found.outcome == ("ok" if words is None else "fail"), found.report()
+    unsaid = "other-function" if slopes is None else "fail"
+    assert found.outcome == ("ok" if words is None else unsaid), found.report()
     assert words is None or str(found.suspect).startswith(words), found.report()
     assert found.assumptions.alibi_slopes == (None if slopes is None else tuple(slopes))
     assert attn_diag.ProbeReport.from_json(found.to_json()) == found
@@ -107,5 +108,5 @@ def test_probe_knows_slopes(name: str, slopes: list[float] | None, words: str | 
 def test_slopes_that_cannot_be_probed_are_refused() -> None:
     with pytest.raises(InputError, match=r"alibi_slopes must be 4 finite numbers, one a head .* got \[3\]"):
         attn_diag.probe("fa2", alibi_slopes=[0.5, 0.25, 0.125])
-    with pytest.raises(InputError, match=r"batch, constant-rows, .* are no probes of a kernel with alibi_slopes"):
+    with pytest.raises(InputError, match="batch is no probe of a kernel with alibi_slopes"):
         attn_diag.probe("fa2", alibi_slopes=SLOPES, probes=["batch"])

@@ -161,6 +161,7 @@ def test_inputs_of_other_limits_are_other_inputs() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "cap": (lambda: attn_diag.check(kernels.capped, softcap=-1.0), "softcap must be a finite number above 0"),
     "window": (lambda: attn_diag.probe(kernels.local, window=(3,)), "window must be 'left,right'"),
+    "one number": (lambda: attn_diag.check(kernels.local, window=32), r"32 keys, .* are \(31, 0\)"),
     "mask": (lambda: attn_diag.invariance(kernels.local, causal="sideways"), "causal must be none, top-left"),
     "casts": (
         lambda: attn_diag.probe(kernels.capped, softcap=7.5, probes=["normaliser-up"]),

@@ -182,6 +182,13 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def require_two_sides(window: object) -> None:
+    """Raise InputError for a window that is one number, as models state theirs."""
+    if isinstance(window, int):
+        keys = f"{window} keys, a row's own among them, are ({window - 1}, 0) under a causal mask"
+        raise InputError(f"window must be (left, right), got {window}: {keys}")
+
+
 def parse_window(text: str) -> tuple[int, int]:
     """'left,right' as two integers. Raises ValueError."""
     left, right = text.split(",")

@@ -94,7 +94,7 @@ def with_other_slopes(capture: Capture) -> Iterator[tuple[str, Capture]]:
     )  # fmt: skip
     if SLOPES not in capture.tensors:
         slopes = torch.tensor(usual_slopes(capture.q_heads), dtype=torch.float32)
-        yield "ALiBi's usual slopes, which the capture does not state: O fits them", _with(bare, slopes, capture)
+        yield "ALiBi's usual slopes, which are not stated: O fits them", _with(bare, slopes, capture)
         return
     stated = capture.tensors[SLOPES][...].float()
     yield "ALiBi slopes dropped: O fits attention without them", bare

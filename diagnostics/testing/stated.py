@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
-from attn_diag.captures.metadata import Causal, Metadata
+from attn_diag.captures.metadata import Causal, Metadata, require_two_sides
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
 from attn_diag.results.wording import function_words
@@ -69,6 +69,7 @@ class Stated:
         alpha = head_dim**-0.5 if scale is None else float(scale)
         if not (math.isfinite(alpha) and alpha > 0):
             raise InputError(f"scale must be a positive number, got {scale}")
+        require_two_sides(window)
         band: Any = None if window is None or tuple(window) == _UNLIMITED else tuple(window)
         held = Metadata(causal=named, window=band, softcap=softcap or None)  # type: ignore[arg-type]
         return cls(held.causal, alpha, held.window, held.softcap)
