@@ -11,10 +11,11 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.output_fit import OutputFit, out_fit
 from attn_diag.reference import format_of
 
-# Caps are looked for from one that leaves hardly a score to one that changes hardly any, by factors of sqrt(2).
-_FIRST, _COUNT = 2.0**-2, 21
-# Then between the best one's neighbours.
-_STEPS = 16
+# Caps are tried from one that leaves hardly a score to one that changes hardly any, by factors of 2.
+_APART = 2.0
+_CAPS = [_APART**n for n in range(-2, 10)]
+# One of them leaves less of the error than none does; then they are looked for between its neighbours.
+_LESS, _STEPS = 0.8, 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A cap of few digits leaves hardly more than the best one.
 _AS_GOOD = 1.02
@@ -37,10 +38,11 @@ def fitted_softcap(capture: Capture, observation: str, device: torch.device) -> 
         found = fit(log_cap)
         return math.inf if found is None else found.error
 
-    step = math.log(2) / 2
-    tried = [math.log(_FIRST) + step * i for i in range(_COUNT)]
-    best = min(tried, key=error)
-    low, high = best - step, best + step
+    without = out_fit(replace(capture, metadata=replace(capture.metadata, softcap=None)), observation, device)
+    least, best = min((error(math.log(cap)), math.log(cap)) for cap in _CAPS)
+    if without is None or least > _LESS * without.error:
+        return None
+    low, high = best - math.log(_APART), best + math.log(_APART)
     for _ in range(_STEPS):
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
         low, high = (low, right) if error(left) < error(right) else (left, high)
