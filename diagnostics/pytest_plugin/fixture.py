@@ -33,6 +33,8 @@ class CheckOptions(TypedDict, total=False):
     observation: str | None
     dtype: torch.dtype
     causal: bool | str
+    window: Sequence[int] | None
+    softcap: float | None
     head_dim: int
     length: int
     scale: float | None
