@@ -128,6 +128,8 @@ def _said_of_o(times: float, seed: int, softcap: float | None = None, **fault: f
     q, k, v = (torch.randn(1, 2, 256, 32, generator=generator) for _ in range(3))
     q, k, v = ((times * q).bfloat16(), k.bfloat16(), v.bfloat16())
     scores = q.double() @ k.double().mT / 32**0.5 * float(fault.get("factor", 1.0))
+    if "cap" in fault:
+        scores = float(fault["cap"]) * (scores / float(fault["cap"])).tanh()
     if "rounded" in fault:
         scores = round_to(scores, parse(str(fault["rounded"])))
     scores = scores.masked_fill(torch.ones(256, 256).triu(1) > 0, -torch.inf)
@@ -136,6 +138,12 @@ def _said_of_o(times: float, seed: int, softcap: float | None = None, **fault: f
     found = attn_diag.inspect(q, k, v, o=o, causal=True, softcap=softcap, device="cpu")
     heads = [h for h in found.captures[0].observations[0].heads if h.head is not None]
     return [quantity.words for h in heads for quantity in h.quantities if quantity.quantity == "o"]
+
+
+def test_a_softcap_that_is_a_little_off_is_no_other_scale() -> None:
+    """33.3 in BF16: a larger scale makes an error like it, and was said to be it."""
+    for words in _said_of_o(20, 1, softcap=33.3, cap=33.25):
+        assert re.search(r"all rows are what a softcap 0\.99\d+ \(± [\d.e-]+\) times the stated one", words), words
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import limited_kernels as kernels
 import pytest
@@ -161,11 +161,14 @@ def test_inputs_of_other_limits_are_other_inputs() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "cap": (lambda: attn_diag.check(kernels.capped, softcap=-1.0), "softcap must be a finite number above 0"),
     "window": (lambda: attn_diag.probe(kernels.local, window=(3,)), "window must be 'left,right'"),
-    "one number": (lambda: attn_diag.check(kernels.local, window=32), r"32 keys, .* are \(31, 0\)"),
+    "one number": (lambda: attn_diag.check(kernels.local, window=cast("Any", 32)), r"32 keys, .* are \(31, 0\)"),
     "mask": (lambda: attn_diag.invariance(kernels.local, causal="sideways"), "causal must be none, top-left"),
     "casts": (
         lambda: attn_diag.probe(kernels.capped, softcap=7.5, probes=["normaliser-up"]),
         "normaliser-up is no probe of capped scores",
+    ),
+    "leader": (
+        lambda: attn_diag.probe(kernels.capped, softcap=2.0, probes=["one-hot"]), "one-hot is no probe below a softcap",
     ),
     "padding": (
         lambda: attn_diag.probe(kernels.capped, softcap=7.5, probes=["length"]), "length is no probe below a softcap",

@@ -12,6 +12,7 @@ import torch
 from attn_diag.reference import format_of, round_nearest_even
 from attn_diag.results.wording import between, number, ranges
 
+_SHORT = {"BF16": torch.bfloat16, "FP16": torch.float16}
 _PERIODS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -29,11 +30,16 @@ def scales(stated: float, head_dim: int) -> dict[str, float]:
 def rounded_scales(stated: float) -> dict[str, float]:
     """What the softmax scale is where a constant of it is rounded to 16 bits, by name."""
     found = {}
-    for fmt, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+    for fmt, dtype in _SHORT.items():
         for name, value in (("log2(e)", math.log2(math.e)), ("the scale times log2(e)", stated * math.log2(math.e))):
             found[f"{name} in {fmt}"] = stated * _rounded(value, dtype) / value
         found[f"the scale in {fmt}"] = _rounded(stated, dtype)
     return found
+
+
+def rounded_softcap(stated: float) -> dict[str, float]:
+    """What the softcap is in 16 bits, by name."""
+    return {f"the softcap in {fmt}": _rounded(stated, dtype) for fmt, dtype in _SHORT.items()}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

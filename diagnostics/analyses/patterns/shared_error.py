@@ -8,14 +8,14 @@ bits is, or another softcap.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
-from attn_diag.analyses.patterns.numbers import rounded_scales
+from attn_diag.analyses.patterns.numbers import rounded_scales, rounded_softcap
 from attn_diag.analyses.patterns.readings import other_softcap
 from attn_diag.head.counterfactual import FORMATS
 from attn_diag.head.quality import AS_GOOD
@@ -100,7 +100,7 @@ def _shared(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor
 
 
 def _other_scores(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """What another softcap makes of O, or a scale that is a little off: along one derivative in every row."""
+    """What another softcap makes of O, or a scale or the cap a little off: along one derivative in every row."""
     head = replace(evidence.heads[0], do=None)
     adding = head.masking.mask is not None and adds(head.masking.mask)
     if not head.scale > 0 or adding or len(head.q) * len(head.k) > _MOST_SCORES:
@@ -112,22 +112,37 @@ def _other_scores(evidence: Evidence, rows: Tensor) -> Iterator[tuple[str, str, 
 
     for reading in other_softcap(head):
         yield "shared softcap", f"what {reading.words} gives", out(reading.head) - truth
-    more, less = (out(replace(head, scale=factor * head.scale)) for factor in (1 + _STEP, 1 - _STEP))
-    slope = (more - less) / (2 * _STEP)
-    size = float((slope.square() / noise).sum())
-    off = float((evidence.error[rows] * slope / noise).sum()) / size if size > 0 else math.inf
-    if abs(off) < _NEAR:
-        within = _SIGMAS / size**0.5
-        words = f"what a softmax scale {1 + off:.5f} (± {within:.1g}) times the stated one gives"
-        made = out(replace(head, scale=(1 + off) * head.scale)) - truth
-        yield "shared scale", words + _also(head.scale, evidence.fmt.precision, off, within), made
+
+    def fitted(changed: Callable[[float], AttentionHead]) -> tuple[float, float]:
+        """By what factor, less 1, and what is open of it."""
+        more, less = (out(changed(factor)) for factor in (1 + _STEP, 1 - _STEP))
+        slope = (more - less) / (2 * _STEP)
+        size = float((slope.square() / noise).sum())
+        return (float((evidence.error[rows] * slope / noise).sum()) / size, _SIGMAS / size**0.5) if size > 0 else (1, 0)
+
+    cap = head.softcap
+    changes: list[tuple[str, str, Callable[[float], AttentionHead]]]
+    changes = [("shared scale", "softmax scale", lambda factor: replace(head, scale=factor * head.scale))]
+    if cap is not None:
+        changes.append(("shared softcap", "softcap", lambda factor: replace(head, softcap=factor * cap)))
+    for kind, name, changed in changes:
+        off, within = fitted(changed)
+        if abs(off) >= _NEAR:
+            continue
+        words = f"what a {name} {1 + off:.5f} (± {within:.1g}) times the stated one gives"
+        if kind == "shared scale":
+            known = _rounded(rounded_scales(head.scale), head.scale, off, within)
+            # A cast that truncates shrinks numbers as in ``_shared``: once the scores, q or k, twice q and k.
+            if 0.5 <= -off * 2.0 ** (evidence.fmt.precision + 1) <= 2:
+                known.append("a cast of scores, q or k that truncates makes one like it")
+        else:
+            assert cap is not None
+            known = _rounded(rounded_softcap(cap), cap, off, within)
+        also = f" ({'; '.join(known)})" if known else ""
+        yield kind, words + also, out(changed(1 + off)) - truth
 
 
-def _also(scale: float, precision: int, off: float, within: float) -> str:
-    """What is known to make such a scale: a constant in 16 bits; or scores, q or k that a cast truncates."""
-    made = {name: value / scale - 1 for name, value in rounded_scales(scale).items()}
-    known = [f"{name} makes {1 + by:.5f}" for name, by in made.items() if abs(by - off) <= within <= abs(by) / 4]
-    # A cast that truncates shrinks numbers as in ``_shared``: once the scores, q or k, twice q and k.
-    if 0.5 <= -off * 2.0 ** (precision + 1) <= 2:
-        known.append("a cast of scores, q or k that truncates makes one like it")
-    return f" ({'; '.join(known)})" if known else ""
+def _rounded(made: Mapping[str, float], stated: float, off: float, within: float) -> list[str]:
+    """What is known to make a number off by so much: a constant in 16 bits."""
+    by_name = {name: value / stated - 1 for name, value in made.items()}
+    return [f"{name} makes {1 + by:.5f}" for name, by in by_name.items() if abs(by - off) <= within <= abs(by) / 4]

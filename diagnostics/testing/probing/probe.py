@@ -41,6 +41,9 @@ DEFAULT_SHAPE = USUAL_SHAPE
 MIN_HEADS = 16
 # With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
 # P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
+# exp(-2 c) of a smaller cap c is no small weight: where scores of tens end at c or -c, all others are one such number,
+# whose cast errs to one side, as in the normaliser's probes.
+_LEADING_CAP = 5.0
 _OF_CASTS = ("normaliser-down", "normaliser-up")
 _WITHOUT_SLOPES = ("batch", "constant-rows", *_OF_CASTS)
 _SMALLEST = {"length T": 16, "head dimension D": 8}
@@ -78,8 +81,8 @@ def probe(
             "length" calls fn with T + 128 rows and keys, "batch" with one head, and with 2 B.)
         causal: What fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk).
         window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
-        softcap: c, where its scores are c tanh(alpha q.k / c). The normaliser's probes are left out, and below a cap of
-            30 without a causal mask "length".
+        softcap: c, where its scores are c tanh(alpha q.k / c). The normaliser's probes are left out, "one-hot" below a
+            cap of 5, and "length" below one of 30 without a causal mask.
         scale: What fn multiplies scores by; by default 1/sqrt(D).
         device: auto, cpu or cuda.
         level: Of the tests after Benjamini-Hochberg.
@@ -355,11 +358,13 @@ def _require_usable(dtype: torch.dtype, shape: Sequence[int], level: float) -> N
 def _suited(chosen: list[Probe], draw: Draw, *, by_name: bool, with_slopes: bool) -> list[Probe]:
     """Those of the probes that tell something of such a kernel. Raises InputError for others, asked for ``by_name``."""
     stated = draw.stated
+    cap = stated.softcap or math.inf
     left_out = {
         "of a kernel with alibi_slopes": _WITHOUT_SLOPES if with_slopes else (),
         "of float32: they show a mismatch that the cast of P makes": _OF_CASTS if draw.dtype.itemsize > 2 else (),
         "of capped scores, which are not those whose cast errs": _OF_CASTS if stated.softcap else (),
         f"below a softcap of {HIDING_CAP:g}, where no score hides a key": () if hides_appended(stated) else ("length",),
+        f"below a softcap of {_LEADING_CAP:g}, where no key leads": ("one-hot",) if cap < _LEADING_CAP else (),
     }
     for words, names in left_out.items():
         found = [item.name for item in chosen if item.name in names]
