@@ -69,7 +69,7 @@ def test_slopes_that_are_not_stated_are_named() -> None:
     call, masking, _ = setting(2)
     found = inspected(call, computed(call, call.slopes, call.slopes, masking), masking, "row", slopes=False)
     assert "wrong" in labels_of(found)
-    assert "ALiBi's usual slopes, which the capture does not state" in found.assumptions.message
+    assert "ALiBi's usual slopes, which are not stated" in found.assumptions.message
     assert "ALiBi's usual slopes, which are not stated" in named(found)
 
 
