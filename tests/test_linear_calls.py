@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from linear_kernels import one_configuration, recurrent
+from linear_watchers import ended_in_either_order
 from torch import Tensor
 
 import attn_diag
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
 from attn_diag.watching.live.linear_calls import capture_linear, replace_functions
-from attn_diag.watching.live.linear_records import LinearRecorder
 
 
 def chunk_kda(
@@ -186,18 +186,9 @@ def test_a_state_that_the_call_writes_into_is_captured_as_it_was_given(monkeypat
 
 def test_two_that_watch_end_in_any_order(fla: Any) -> None:
     function = fla.chunk_kda
-    recorders = [LinearRecorder(lambda: True) for _ in range(2)]
-    for order in ((0, 1), (1, 0)):
-        ends = [replace_functions(recorder) for recorder in recorders]
-        going = set(order)
-        for number in order:
-            ends[number]()
-            going.remove(number)
-            for recorder in recorders:
-                recorder.calls.clear()
-            fla.chunk_kda(**inputs("kda"))
-            assert {number for number, recorder in enumerate(recorders) if recorder.calls} == going
-        assert fla.chunk_kda is function
+    for going, recorded in ended_in_either_order(replace_functions, lambda: fla.chunk_kda(**inputs("kda"))):
+        assert recorded == going
+        assert (fla.chunk_kda is function) == (not going)
 
 
 def test_a_call_that_a_cuda_graph_records_has_no_numbers_yet(fla: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from linear_kernels import recurrent
+from linear_watchers import ended_in_either_order
 from torch import Tensor, nn
 
 import attn_diag
 from attn_diag import Monitor
 from attn_diag.reference.linear import linear_reference
 from attn_diag.testing.linear.inputs import LONG, linear_inputs, rounded
-from attn_diag.watching.live.linear_records import LinearRecorder
 from attn_diag.watching.live.rwkv_operators import listen
 
 DECAYS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -165,15 +165,10 @@ def test_capture_names_what_captures_it(
 
 def test_two_that_watch_end_in_any_order(given: tuple[str, list[Tensor]]) -> None:
     name, arguments = given
-    recorders = [LinearRecorder(lambda: True) for _ in range(2)]
-    for order in ((0, 1), (1, 0)):
-        ends = [listen(recorder) for recorder in recorders]
-        going = set(order)
-        for number in order:
-            ends[number]()
-            going.remove(number)
-            for recorder in recorders:
-                recorder.calls.clear()
-            run_rwkv7(name, *arguments).float().sum().backward()  # type: ignore[no-untyped-call]
-            assert {n for n, recorder in enumerate(recorders) if recorder.calls} == going
-            assert all("dq" in call.gradients for n in going for call in recorders[n].calls)
+
+    def call() -> None:
+        run_rwkv7(name, *arguments).float().sum().backward()  # type: ignore[no-untyped-call]
+
+    for going, recorded in ended_in_either_order(listen, call):
+        assert recorded == going
+        assert all("dq" in call.gradients for recorder in going for call in recorder.calls)

@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_diag.errors import InputError
 from attn_diag.reference import Alibi, Masking
 from attn_diag.reference.masking import AlibiOrigin
+from attn_diag.testing.stated import Said
 
 SDPA = {
     "flash": "FLASH_ATTENTION",
@@ -30,19 +31,11 @@ SDPA = {
 _COMPILATIONS = 1 << 20
 
 
-class Options(Protocol):
+class Options(Said, Protocol):
     """What a call of attention has besides q, k and v; ``CaseInputs`` is one."""
 
     @property
-    def scale(self) -> float: ...  # noqa: D102 - as in CaseInputs, and so are the others
-    @property
-    def causal(self) -> Any: ...  # noqa: D102
-    @property
-    def window(self) -> tuple[int, int] | None: ...  # noqa: D102
-    @property
-    def softcap(self) -> float | None: ...  # noqa: D102
-    @property
-    def mask(self) -> Tensor | None: ...  # noqa: D102
+    def mask(self) -> Tensor | None: ...  # noqa: D102 - as in CaseInputs, and so are the others
     @property
     def positions(self) -> Tensor | None: ...  # noqa: D102
     @property

@@ -85,7 +85,7 @@ class Stated:
 
 
 def sees_ahead(said: Said) -> bool:
-    """Whether a row sees keys behind its own."""
+    """Whether a row sees keys later than its own."""
     return Masking(said.causal, said.window).reach[1] != 0
 
 

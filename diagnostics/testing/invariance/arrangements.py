@@ -150,7 +150,7 @@ def _other_calls(s: Setting) -> list[Path]:
 
 def _future(s: Setting) -> list[Path] | str:
     if sees_ahead(s.base):
-        return "every row sees every key" if s.base.window is None else "rows see keys behind their own"
+        return "every row sees every key" if s.base.window is None else "rows see keys later than their own"
     length, found = s.base.q.shape[2], []
     # Amid a tile, behind the last one's first rows, and where one begins: a mask may be wrong there alone.
     edge = length // 2 // TILE * TILE or next((n for n in (64, 32, 16) if n < length), length - 1)

@@ -39,12 +39,12 @@ _Test = TypeVar("_Test", SignedTest, LseTest)
 DEFAULT_SHAPE = USUAL_SHAPE
 # Independent heads: at least so many are drawn, in as many calls as that takes (t with 15 degrees of freedom).
 MIN_HEADS = 16
-# With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
-# P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
 # exp(-2 c) of a smaller cap c is no small weight: where scores of tens end at c or -c, all others are one such number,
 # whose cast errs to one side, as in the normaliser's probes.
 _LEADING_CAP = 5.0
 _OF_CASTS = ("normaliser-down", "normaliser-up")
+# With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
+# P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
 _WITHOUT_SLOPES = ("batch", "constant-rows", *_OF_CASTS)
 _SMALLEST = {"length T": 16, "head dimension D": 8}
 

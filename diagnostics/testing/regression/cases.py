@@ -370,7 +370,7 @@ def capture_of_case(
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:
-    """Raise InputError where the capture has a mask of its own, packed sequences or FP8, or leaves out rows."""
+    """Raise InputError for a mask of the capture's own, a softmax_offset, FP8, packed sequences and rows left out."""
     m = capture.metadata
     given: dict[str, Any] = {"softmax_offset": m.softmax_offset}
     names = ("mask", "q_positions", "q_descale", "k_descale", "page_table", "cu_seqlens_q")
