@@ -66,8 +66,8 @@ class Ways:
         recipe = self.beside.recipe
         for block in _wider_than(by.block, recipe.schedule.key_tile) if by.block.isdigit() else ():
             if block == "row" or int(block) < recipe.schedule.key_tile:
-                of = "a key tile" if block == "row" else _block(block)
-                said = f"P_bar has a scale for {of}, not for {_block(by.block)}"
+                of = "a key tile" if block == "row" else block_words(block)
+                said = f"P_bar has a scale for {of}, not for {block_words(by.block)}"
                 yield said, {"quantize_probs": f"{recipe.quantize_probs} block={block}"}
 
     def _wider(self, name: str, text: str, by: Quantizer) -> Iterator[Way]:
@@ -77,7 +77,7 @@ class Ways:
         for block in _wider_than(by.block, len(x)):
             rows, columns = replace(by, block=block).block_shape((len(x), x.shape[1]))
             if (shape := (min(rows, len(x)), min(columns, x.shape[1]))) not in shapes:
-                said = f"{name} has a scale for {_block(block)}, not for {_block(by.block)}"
+                said = f"{name} has a scale for {block_words(block)}, not for {block_words(by.block)}"
                 yield said, {f"quantize_{name}": f"{text} block={block}"}
             shapes.add(shape)
 
@@ -104,7 +104,7 @@ class Ways:
             if after and after not in whole:
                 all_of_them = ", or all after it" if to_come == after else ""
                 words[after] = (
-                    f"{name} has scales of {_block(by.block)} and the block after it{all_of_them} (later ones)"
+                    f"{name} has scales of {block_words(by.block)} and the block after it{all_of_them} (later ones)"
                 )
             if so_far and so_far not in whole:
                 words[so_far] = f"{name} has scales of the largest number so far (a running amax)"
@@ -224,7 +224,7 @@ def _wider_than(block: str, rows: int) -> list[str]:
     return whole + [f"{n * size}{kind}" for n in (2, 4)]
 
 
-def _block(block: str) -> str:
+def block_words(block: str) -> str:
     """What shares a scale, in words."""
     words = {"tensor": "the head", "row": "a row", "column": "a feature"}
     if block in words:

@@ -218,12 +218,11 @@ def _rounded(scale: float) -> float:
 
 def _pattern_words(capture: Capture, device: torch.device) -> str:
     """What ``inspect`` says of O."""
-    found = inspect_captures([capture], device=device.type)
-    for observation in found.captures[0].observations:
-        for head in observation.heads:
-            for verdict in head.quantities:
-                if verdict.quantity == "o" and verdict.answer == "wrong" and verdict.patterns:
-                    return f"returns an O of which {verdict.patterns[0].words}"
+    observations = inspect_captures([capture], device=device.type).captures[0].observations
+    of_o = (v for one in observations for head in one.heads for v in head.quantities if v.quantity == "o")
+    for verdict in of_o:
+        if verdict.patterns and (verdict.answer == "wrong" or verdict.patterns[0].kind == "operands"):
+            return f"returns an O of which {verdict.patterns[0].words}"
     return _UNEXPLAINED
 
 

@@ -21,11 +21,13 @@ from attn_diag.analyses.mismatch.hypotheses import Partials, Stated, split_sizes
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of, heads_of, out_of_few
 from attn_diag.head.counterfactual import RECIPE, covers, returned_by
+from attn_diag.head.low_bit_inputs import UNSCALED, Held, LowBitFormat
 from attn_diag.head.recipe_candidates import describe_schedule, schedules, variants
 from attn_diag.head.recipe_changes import LATE_DIVISION, CastMode, RecipeChange, cast, coarse_scores, rounded
 from attn_diag.head.unfused import WORDS, forwards, named, unfused
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, preset
 from attn_diag.kernels.formats import parse, round_to
+from attn_diag.kernels.quantizers import quantizer
 from attn_diag.reference import FloatFormat, Masking, format_of, round_nearest_even, ulp
 
 # Where so much of the squared error is left, the site is not what makes it; the next one must leave so many times more.
@@ -36,8 +38,6 @@ _SURE = 0.02
 _ROWS, _HEADS = 64, 2
 # Of the nearest so many are tried with other exponentials and row sums.
 _LEADERS = 3
-# The largest numbers of E4M3, E5M2 and INT8.
-_E4M3, _E5M2, _INT8 = 448.0, 57344.0, 127.0
 _SCORES = "scores"
 _SMALLEST_SPLIT = 32
 _FP8 = {"FP8 (E4M3)": "e4m3", "FP8 (E5M2)": "e5m2"}
@@ -180,11 +180,12 @@ def _sites(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> Iterator[Coars
         yield CoarseSite(words, words, "", partial(_out_in_fp8, of=before, name=name))
     for names, how in product(("v", "k", "q", "kv", "qk"), _STORED):
         words = f"{' and '.join(names)} in {how}"
-        yield CoarseSite(words, words, "", partial(_stored, of=of_fa2, fmt=fmt, names=names, how=how))
-    for kind, (quantize, largest) in _WHOLE.items():
+        each = dict.fromkeys(names, _STORED[how])
+        yield CoarseSite(words, words, "", partial(_stored, of=of_fa2, fmt=fmt, formats=each))
+    for kind, by in _WHOLE.items():
         for names in ("v", "k", "kv"):
-            by = {name: _scale_of(stated, name, largest) for name in names}
-            predict = partial(_stored_whole, of=of_fa2, fmt=fmt, scales=by, quantize=quantize)
+            each = {name: LowBitFormat(kind, "a scale a tensor", by, _largest(stated, name)) for name in names}
+            predict = partial(_stored, of=of_fa2, fmt=fmt, formats=each)
             words = f"{' and '.join(names)} in {kind} (a scale a tensor)"
             yield CoarseSite(words, words, "", predict)
 
@@ -245,67 +246,31 @@ def _partials_rounded(
 
 
 def _out_in_fp8(rows: RunRows, semantics: HeadSemantics, *, of: Predict, name: str) -> Tensor:
-    return _in_fp8(of(rows, semantics), name)
+    return UNSCALED[name].of(of(rows, semantics))
 
 
-def _in_fp8(x: Tensor, name: str) -> Tensor:
-    largest = _E4M3 if name == "FP8 (E4M3)" else _E5M2
-    return round_to(x.clamp(-largest, largest), parse(_FP8[name]))
-
-
-def _e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
-    return _in_fp8(x / scale, "FP8 (E4M3)") * scale
-
-
-def _int8(x: Tensor, scale: Tensor) -> Tensor:
-    return (x / scale).round().clamp(-_INT8, _INT8) * scale
-
-
-def _largest(x: Tensor, dim: int | None, of: float) -> Tensor:
-    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    return (largest / of).clamp(min=1e-30)
-
-
-_STORED: dict[str, Callable[[Tensor], Tensor]] = {
-    "FP8 (E4M3)": lambda x: _e4m3(x, 1.0),
-    "FP8 (E5M2)": lambda x: _in_fp8(x, "FP8 (E5M2)"),
-    "FP8 (E4M3, a scale a head)": lambda x: _e4m3(x, _largest(x, None, _E4M3)),
-    "FP8 (E4M3, a scale a token)": lambda x: _e4m3(x, _largest(x, 1, _E4M3)),
-    "INT8 (a scale a head)": lambda x: _int8(x, _largest(x, None, _INT8)),
-    "INT8 (a scale a token)": lambda x: _int8(x, _largest(x, 1, _INT8)),
+_STORED = {
+    "FP8 (E4M3)": UNSCALED["FP8 (E4M3)"],
+    "FP8 (E5M2)": UNSCALED["FP8 (E5M2)"],
+    "FP8 (E4M3, a scale a head)": LowBitFormat("FP8 (E4M3)", "a scale a head", quantizer("fp8")),
+    "FP8 (E4M3, a scale a token)": LowBitFormat("FP8 (E4M3)", "a scale a token", quantizer("fp8-row")),
+    "INT8 (a scale a head)": LowBitFormat("INT8", "a scale a head", quantizer("int8", block="tensor")),
+    "INT8 (a scale a token)": LowBitFormat("INT8", "a scale a token", quantizer("int8")),
 }
+_WHOLE = {"FP8 (E4M3)": quantizer("fp8"), "INT8": quantizer("int8", block="tensor")}
 
 
-_WHOLE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
-    "FP8 (E4M3)": (_e4m3, _E4M3),
-    "INT8": (_int8, _INT8),
-}
-
-
-def _scale_of(stated: Stated, name: str, of: float) -> Tensor:
-    """The scale that takes the largest key or value of all heads to ``of``."""
+def _largest(stated: Stated, name: str) -> float:
+    """The largest key or value of all heads."""
     every = [k if name == "k" else v for rows, _ in stated for _, k, v in rows.blocks]
-    return _largest(torch.cat([x.flatten() for x in every]), None, of)
+    return max(float(x.abs().amax()) for x in every)
 
 
-def _stored(rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, names: str, how: str) -> Tensor:
+def _stored(rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, formats: Held) -> Tensor:
     """With these of q, k and v quantised, each head by itself, and widened to the inputs' format again."""
 
     def stored(name: str, x: Tensor) -> Tensor:
-        return round_nearest_even(_STORED[how](x), fmt) if name in names else x
+        return round_nearest_even(formats[name].of(x), fmt) if name in formats else x
 
     blocks = tuple((at, stored("k", k), stored("v", v)) for at, k, v in rows.blocks)
     return of(replace(rows, q=stored("q", rows.q), blocks=blocks), semantics)
-
-
-def _stored_whole(
-    rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, scales: dict[str, Tensor],
-    quantize: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:  # fmt: skip
-    """The same with one scale for all heads."""
-
-    def stored(name: str, x: Tensor) -> Tensor:
-        return round_nearest_even(quantize(x, scales[name]), fmt) if name in scales else x
-
-    blocks = tuple((at, stored("k", k), stored("v", v)) for at, k, v in rows.blocks)
-    return of(replace(rows, blocks=blocks), semantics)

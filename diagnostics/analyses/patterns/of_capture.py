@@ -17,6 +17,7 @@ from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
+from attn_diag.analyses.patterns.of_operands import HeldOperands
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -62,6 +63,7 @@ class CapturePatterns:
         self._shown = defaultdict[tuple[str, str], set[tuple[str, str]]](set)  # by observation and quantity
         self._group = capture.q_heads // capture.kv_heads
         self._kept: tuple[object, HeadTruths] | None = None
+        self._held = HeldOperands()
 
     def explain(
         self,
@@ -125,8 +127,10 @@ class CapturePatterns:
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
-        if coarse and not patterns and not vanishes and verdict.declared is None and verdict.quantity in _OUTPUTS:
-            patterns = [one for one in [shared_error(evidence, math.sqrt(size))] if one is not None]
+        if verdict.declared is None and verdict.quantity in _OUTPUTS and not (vanishes or _convinces(patterns)):
+            shared = shared_error(evidence, math.sqrt(size)) if coarse else None
+            shared = shared or self._held.pattern(observation, evidence, math.sqrt(size))
+            patterns = [shared] if shared else patterns
         if any(isinstance(one, QuantitySample) and one.factors for one in found):
             # What all rows have in common is told by one name, or as it was found beside a rounding.
             one_name = len(patterns) == 1 and patterns[0].kind not in MERE_PLACES

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
 from attn_diag.analyses.verdicts.quality import beside_truth
-from attn_diag.analyses.verdicts.words import known_rounding
+from attn_diag.analyses.verdicts.words import OPERANDS, known_rounding
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     LABELS,
@@ -183,7 +183,7 @@ def judge(
         suggestions["undecided"] = known
     if known := known_rounding(answers["lossy"]):
         suggestions["lossy"] = known
-    if any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
+    if known != OPERANDS and any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
         suggestions["lossy"] += _OR_A_FAULT
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
 

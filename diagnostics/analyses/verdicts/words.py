@@ -30,6 +30,10 @@ KEPT_WHOLE = (
     "to nearest."
 )
 _ADDED_UP = "The rounding is known, and named with the head: add up these gradients in fp32, and round each once."
+OPERANDS = (
+    "q, k or v lost their bits before they were multiplied. Where that is meant (a cache in FP8), give them as the "
+    "kernel multiplies them, code times scale: then all else is judged."
+)
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
@@ -99,6 +103,8 @@ def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
         return KEPT_WHOLE
     if lossy and all(q.site == "gradient_accumulator" for q in lossy):
         return _ADDED_UP
+    if lossy and all(q.patterns and q.patterns[0].kind == "operands" for q in lossy):
+        return OPERANDS
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]

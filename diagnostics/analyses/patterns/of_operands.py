@@ -1,0 +1,110 @@
+"""O, and gradients behind it, of q, k or v that were held in a format below 16 bits: a cache in FP8, keys in INT4."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.head.low_bit_inputs import NAMES, Held, find_held, held
+from attn_diag.head.quality import AS_GOOD, LOSSY
+from attn_diag.reference.fused import reference_of
+from attn_diag.results.quality import Pattern
+from attn_diag.results.wording import number, together
+
+_SAMPLE = 64
+# O is compared with what is not dropped out, and of so many scores and numbers: a search makes hundreds of versions.
+_MOST_SCORES, _MOST_NUMBERS = 2**27, 2**20
+# The search is made on so many heads of an observation that show nothing; what one showed is tried on all.
+_MOST_ASKED = 3
+# So much of the squared error it explains, at least: P_bar may be in 8 bits as well.
+_EXPLAINED = 0.5
+# More ways that cannot be told apart are said by their formats alone.
+_FEW = 2
+
+
+class HeldOperands:
+    """What heads of one capture show, by observation."""
+
+    def __init__(self) -> None:
+        self._found, self._asked = defaultdict[str, list[list[Held]]](list), Counter[str]()
+
+    def pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
+        """What O was made of, or of a gradient what O shows; None where nothing shows.
+
+        Args:
+            observation: Which.
+            evidence: O or a gradient that is lossy, or wrong.
+            factor: Its error over a well-rounded kernel's.
+        """
+        head = evidence.heads[0]
+        large = len(head.q) * len(head.k) > _MOST_SCORES or max(head.k.numel(), head.q.numel()) > _MOST_NUMBERS
+        if large or any(one.dropout is not None for one in evidence.heads):
+            return None
+        for alike in self._found[observation]:
+            if (pattern := _told(evidence, alike, factor)) is not None:
+                return pattern
+        if evidence.quantity != "o" or self._asked[observation] >= _MOST_ASKED:
+            return None
+        rows = evidence.usable.nonzero()[:, 0]
+        rows = rows[torch.linspace(0, len(rows) - 1, min(_SAMPLE, len(rows)), device=rows.device).long()]
+        noise = float(evidence.error[rows].square().sum()) * (LOSSY / factor) ** 2
+        numbers, first = evidence.dimensions(rows), not self._asked[observation]
+        alike = find_held(head, evidence.observed[rows], rows, numbers, noise, any_scale=first)
+        pattern = _told(evidence, alike, factor) if alike else None
+        if pattern is None:
+            self._asked[observation] += 1
+        else:
+            self._found[observation].append(alike)
+        return pattern
+
+
+def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern | None:
+    """The pattern, where these formats explain the quantity."""
+    rows = evidence.usable.nonzero()[:, 0]
+    left = float((evidence.observed - _made(evidence, alike[0]))[rows].square().sum())
+    explained = 1 - left / max(float(evidence.error[rows].square().sum()), 1e-300)
+    if not explained >= _EXPLAINED:
+        return None
+    remaining = factor * math.sqrt(1 - explained)
+    rest = "and but for that as good as a well-rounded kernel's"
+    if remaining > AS_GOOD:
+        rest = f"which leaves {number(remaining)} times a well-rounded kernel's error"
+    words = f"all {evidence.unit} are what {held_words(alike)} {_give(alike[0])}, {rest}"
+    return Pattern("operands", words, explained, remaining)
+
+
+def _made(evidence: Evidence, formats: Held) -> Tensor:
+    """The quantity that heads give whose q, k and v were held so."""
+    found = [getattr(reference_of(held(one, formats)), _FIELDS[evidence.quantity]) for one in evidence.heads]
+    return torch.stack(found).sum(0)
+
+
+_FIELDS = {"o": "out", "dq": "dq", "dk": "dk", "dv": "dv"}
+
+
+def held_words(alike: Sequence[Held]) -> str:
+    """ "k and v in FP8 (E4M3, scale 1)"."""
+    every = list(dict.fromkeys(_in_words(one, scales=True) for one in alike))
+    if len(every) > _FEW:
+        every = list(dict.fromkeys(_in_words(one, scales=False) for one in alike))
+    return " or ".join(every)
+
+
+def _in_words(formats: Held, *, scales: bool) -> str:
+    by_words = defaultdict[str, list[str]](list)
+    for name in sorted(formats, key=NAMES.index):
+        by_words[formats[name].words if scales else formats[name].format].append(name)
+    return together(_each(by_words.items()))
+
+
+def _each(named: Iterable[tuple[str, list[str]]]) -> list[str]:
+    return [f"{together(names)} in {words}" for words, names in named]
+
+
+def _give(formats: Held) -> str:
+    return "give" if len(formats) > 1 else "gives"

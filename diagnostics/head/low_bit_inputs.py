@@ -1,0 +1,280 @@
+"""In which format below 16 bits a kernel may have held q, k or v that it was given in 16: a cache in FP8, keys in INT4.
+
+Rounding q, k or v moves O by what no other rounding makes, as all rows share one k and one v. To first order each of
+the three moves O by itself, so that they are told one after the other: what a format makes of O, d, is right where the
+observed error e has d in it once, <e, d> / <d, d> is about 1, and no rounding that has nothing to do with d
+is as much along it: of n numbers that are independent, e has the part r^2 along d by chance with probability
+(1 - r^2)^(n/2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from torch import Tensor
+
+from attn_diag.head.declared_ways import block_words
+from attn_diag.kernels.elements import Integers
+from attn_diag.kernels.formats import Rounding
+from attn_diag.kernels.quantize import quantize
+from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
+from attn_diag.reference import AttentionHead, reference_rows
+
+NAMES = ("k", "v", "q")
+# By chance one of those tried has so much of an error along what it makes with probability exp(-_NATS) at most.
+_NATS = 10.0
+# How often an error may have a part in it that is in it once, beside others.
+_ONCE = 0.4, 2.5
+# So many of those that explain most to first order are compared as they are.
+_COMPARED = 8
+# Of two that leave as much as each other neither is named alone.
+_SAME = 1.2
+# So much of what is left is along the effect of each, at least.
+_PART = 0.15
+# So many times more or less than is left, as is expected, an effect is not looked at.
+_FAR = 30.0
+# Scales that no head has of its own, by which x's largest number is multiplied to be the format's, and the logarithm of
+# a step: FP8 has the same numbers in each octave, INT8 uses a third of its codes at least. A step moves few codes, the
+# last one nearly none.
+_ANY_SCALE = (
+    ("FP8 (E4M3)", PRESETS["fp8"], (1.0, 2.0), 1 / 150),
+    ("INT8", quantizer("int8", block="tensor"), (1.0, 3.0), 1 / 200),
+)
+_FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
+
+
+@dataclass(frozen=True)
+class LowBitFormat:
+    """What q, k or v was rounded to."""
+
+    format: str
+    """In words, "FP8 (E4M3)"."""
+    scales: str
+    """In words, "a scale a row"."""
+    by: Quantizer
+    """How."""
+    amax: float | None = None
+    """What scales are made of in place of x's own largest number."""
+    smooth: bool = False
+    """Without the mean of all rows, which is added again."""
+
+    @property
+    def words(self) -> str:
+        """Both, "FP8 (E4M3, a scale a row)"."""
+        head, bracket, rest = self.format.partition(")")
+        if not self.scales:
+            return self.format
+        return f"{head}, {self.scales}{bracket}{rest}" if bracket else f"{self.format} ({self.scales})"
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [n, D] in it."""
+        mean = x.mean(0) if self.smooth else 0.0
+        return quantize(x - mean, self.by, amax=self.amax).values + mean
+
+
+def _unscaled(words: str, elements: str, scales: str) -> LowBitFormat:
+    by = quantizer("fp8", elements=elements)
+    return LowBitFormat(words, scales, by, by.mapped)
+
+
+UNSCALED = {
+    "FP8 (E4M3)": _unscaled("FP8 (E4M3)", "e4m3", "scale 1"),
+    "FP8 (E5M2)": _unscaled("FP8 (E5M2)", "e5m2", "scale 1"),
+    "BF16": _unscaled("BF16", "bf16", ""),
+}
+"""Formats without scales, by their words; BF16 is one of what was given in FP16."""
+
+Held = Mapping[str, LowBitFormat]
+"""By the names of q, k and v, what each was held in that was not held as it was given."""
+
+
+def held(head: AttentionHead, formats: Held) -> AttentionHead:
+    """The head with q, k and v as they were held."""
+    return replace(head, **{name: one.of(getattr(head, name)) for name, one in formats.items()})  # type: ignore[arg-type]
+
+
+def find_held(
+    head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, any_scale: bool = True
+) -> list[Held]:
+    """In what q, k and v were held that O shows, one after the other, with as many as are as likely in any place.
+
+    Args:
+        head: The head; what is beside O is not looked at.
+        observed: O of R rows, [R, Dv].
+        rows: Which, int64 [R].
+        numbers: How many independent numbers its error is.
+        noise: A well-rounded kernel's squared error there: of what leaves no more nothing is looked for.
+        any_scale: Also try scales that are not this head's own, which takes as long as all else.
+
+    Returns:
+        What may have been held in what; empty: nothing shows.
+    """
+    return _Search(replace(head, do=None), observed, rows, numbers).run(noise, any_scale=any_scale)
+
+
+class _Search:
+    """The search on one head's O."""
+
+    def __init__(self, head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float) -> None:
+        self._head, self._observed, self._rows, self._numbers = head, observed, rows, numbers
+        self._block = block = reference_rows(head, rows)
+        self._sloped = block.probs if block.slope is None else block.probs * block.slope
+        self._effects = dict[tuple[str, LowBitFormat], Tensor]()
+        self._gains = {name: self._gain(name) for name in NAMES}
+
+    def run(self, noise: float, *, any_scale: bool) -> list[Held]:
+        """Of each in turn the format that most of what is left is along."""
+        found, tried = dict[str, LowBitFormat](), dict[str, list[LowBitFormat]]()
+        while len(found) < len(NAMES) and self.left(found) > noise:
+            error, open_ones = self._observed - self._out(found), [name for name in NAMES if name not in found]
+            told = [one for name in open_ones for one in self._along(name, error)]
+            if any_scale and not told:
+                told = [one for name in open_ones for one in self._any_scale(name, error)]
+            if not told:
+                break
+            told.sort(key=lambda one: -one[0])
+            left = {(name, one): self.left({**found, name: one}) for _, name, one in told[:_COMPARED]}
+            name, chosen = min(left, key=left.__getitem__)
+            if left[name, chosen] > (1 - _PART) * self.left(found):
+                break
+            found[name] = chosen
+            tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
+        least = _SAME * self.left(found)
+        alike = [
+            [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
+            for name, one in found.items()
+        ]
+        return [dict(zip(found, every, strict=True)) for every in product(*alike)] if found else []
+
+    def left(self, formats: Held) -> float:
+        """The squared error that these leave."""
+        return float((self._observed - self._out(formats)).square().sum())
+
+    def _out(self, formats: Held) -> Tensor:
+        return reference_rows(held(self._head, formats), self._rows).out if formats else self._block.out
+
+    def _along(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
+        """The formats whose effect is in an error once, each with the part that is along it and the name."""
+        formats = list(_formats(getattr(self._head, name), name))
+        for one in formats:
+            if part := self._part(name, one, error, len(formats)):
+                yield part, name, one
+
+    def _any_scale(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
+        """The formats with one scale that may be any, at the one that fits best; of long heads none."""
+        x = getattr(self._head, name)
+        if x.numel() > _MOST_NUMBERS:
+            return
+        largest = float(x.abs().amax())
+        for words, by, (first, last), step in _ANY_SCALE:
+            count = math.ceil(math.log(last / first) / step)
+            at, steps = math.log(first), [step * i for i in range(count)]
+            best: tuple[float, float, LowBitFormat] | None = None
+            while steps:
+                tried = list[tuple[float, float, LowBitFormat]]()
+                for more in steps:
+                    amax = largest * math.exp(at + more)
+                    one = LowBitFormat(words, f"one scale, {amax / by.mapped:.5g}", by, amax)
+                    if part := self._part(name, one, error, count):
+                        tried.append((part, at + more, one))
+                best = max([*tried, *([best] if best else [])], key=lambda one: one[0], default=None)
+                step /= _FINER
+                if best is None or step < _FINEST:
+                    break
+                at, steps = best[1], [step * i for i in range(-_FINER, _FINER + 1)]
+            if best is not None:
+                yield best[0], name, best[2]
+
+    def _part(self, name: str, fmt: LowBitFormat, error: Tensor, tried: int) -> float | None:
+        """The part of an error, squared, that lies along what a format makes; None: little, not once, or by chance."""
+        whole = float(error.square().sum())
+        expected = self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
+        if not whole / _FAR <= expected <= whole * _FAR:
+            return None
+        if (name, fmt) not in self._effects:
+            self._effects[name, fmt] = self._effect(name, fmt.of(getattr(self._head, name)))
+        effect = self._effects[name, fmt]
+        size, along = float(effect.square().sum()), float((error * effect).sum())
+        if not 0 < size < math.inf or not _ONCE[0] <= along / size <= _ONCE[1]:
+            return None
+        part = along**2 / (size * whole)
+        chance = self._numbers / 2 * math.log(max(1 - part, 1e-12))
+        return part if part >= _PART and -chance > math.log(len(NAMES) * tried) + _NATS else None
+
+    def _effect(self, name: str, other: Tensor) -> Tensor:
+        """What another q, k or v makes of O, to first order: P dV, or P o dS (V - O)."""
+        block, head = self._block, self._head
+        off = other - getattr(head, name)
+        made: Tensor
+        if name == "v":
+            made = block.probs @ off[block.keys]
+        else:
+            q, k = head.q[self._rows], head.k[block.keys]
+            moved = self._sloped * head.scale * (q @ off[block.keys].mT if name == "k" else off[self._rows] @ k.mT)
+            made = moved @ head.v[block.keys] - moved.sum(1, keepdim=True) * block.out
+        return made
+
+    def _gain(self, name: str) -> float:
+        """What an error's mean square is multiplied by in O's squared error, as FP8 shows."""
+        x, fp8 = getattr(self._head, name), PRESETS["fp8-row"]
+        expected = expected_square(x, fp8)
+        effect = self._effect(name, LowBitFormat("", "", fp8).of(x)).square().sum()
+        return float(effect) / expected if expected else 0.0
+
+
+def expected_square(x: Tensor, by: Quantizer) -> float:
+    """About what the mean square of an element's error is, within a few times, from blocks' largest numbers alone."""
+    elements = by.parsed_elements
+    if isinstance(elements, Rounding) and by.scale == "fp32":
+        return float(x.square().mean()) * 4.0 ** -(elements.format.mantissa_bits + 1) / 3
+    levels = by.largest - (elements.lowest if isinstance(elements, Integers) else -by.largest)
+    whole = by.block == "tensor" or (by.whole_rows and by.block != "row")
+    down = by.block == "column" or by.block.endswith("x1")
+    largest = x.abs().amax() if whole else x.abs().amax(0 if down else 1)
+    return float((2 * largest / levels).square().mean()) / 12
+
+
+def _formats(x: Tensor, name: str) -> Iterator[LowBitFormat]:
+    """What x [n, D] may have been held in with scales of its own, and FP8 without any."""
+    shape = len(x), x.shape[1]
+    for one in UNSCALED.values():
+        yield one
+        if one.scales:
+            yield from _blocks(one.format, one.by, ("tensor", "row", "column", "64rows", "128rows"), shape)
+    if name == "v":
+        for words, preset, block in (("MXFP8", "mxfp8", 32), ("MXFP4", "mxfp4", 32), ("NVFP4", "nvfp4", 16)):
+            yield from _blocks(words, PRESETS[preset], (f"{block}x1",), shape)
+    for words, preset in (("MXFP8", "mxfp8"), ("MXFP4", "mxfp4"), ("NVFP4", "nvfp4"), ("NF4", "nf4")):
+        yield from _blocks(words, PRESETS[preset], (PRESETS[preset].block,), shape)
+    rows = ("tensor", "row", *(f"{n}rows" for n in (16, 32, 64, 128)))
+    groups = ("row", "column", *(f"{n}{of}" for n in (32, 64, 128) for of in ("", "x1")))
+    for bits in (8, 4, 2):
+        by = quantizer("int8", elements=f"int{bits}")
+        if bits > 2:
+            yield from _blocks(f"INT{bits}", by, (*rows, *groups[1:]), shape)
+            half = quantizer(by, narrow=False, target=(2**bits - 1) / 2)
+            yield from _blocks(
+                f"INT{bits}", half, ("tensor", *groups), shape, f", the largest number over {half.target:g}"
+            )
+        if bits > 2 and name == "k":
+            yield from _blocks(f"INT{bits}", by, rows, shape, ", without the mean of k", smooth=True)
+        for zero, how in (("integer", ""), ("float", " that is not rounded")):
+            asymmetric = quantizer(by, narrow=False, symmetric=False, zero_point=zero)
+            yield from _blocks(f"INT{bits}", asymmetric, groups, shape, f" and a zero point{how}")
+
+
+def _blocks(
+    words: str, by: Quantizer, blocks: Sequence[str], shape: tuple[int, int], more: str = "", *, smooth: bool = False
+) -> Iterator[LowBitFormat]:
+    """A format with a scale for each of these blocks, of each shape once."""
+    seen = set[tuple[int, int]]()
+    for block in blocks:
+        one = quantizer(by, block=block)
+        rows, columns = one.block_shape(shape)
+        size = min(rows, shape[0]), min(columns, shape[1])
+        if size not in seen:
+            seen.add(size)
+            yield LowBitFormat(words, f"a scale for {block_words(block)}{more}", one, smooth=smooth)
