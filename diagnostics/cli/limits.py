@@ -35,9 +35,11 @@ class Limits:
 
 def window_of(given: str | None) -> tuple[int, int] | None:
     """LEFT,RIGHT as two integers. Raises InputError where it is not."""
-    from attn_diag.captures.metadata import parse_window
+    from attn_diag.captures.metadata import as_window, parse_window
 
     try:
         return None if given is None else parse_window(given)
     except ValueError:
+        if given.strip().isdecimal():
+            as_window(int(given))
         raise InputError(f"--window must be LEFT,RIGHT (two integers), got {given!r}") from None
