@@ -186,34 +186,31 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def as_number(name: str, value: object) -> float:
+def as_number(name: str, value: Any) -> float:
     """``value`` as Python's float. Raises InputError where it is no number, or a bool."""
     try:
-        if isinstance(value, str | bytes | bool):
-            raise TypeError
-        return float(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise InputError(f"{name} must be a number, got {value!r}") from None
+        number = None
+    if number is None:
+        raise InputError(f"{name} must be a number, got {value!r}")
+    return number
 
 
 def as_window(window: Any) -> tuple[int, int]:
-    """(left, right) as Python's integers. Raises InputError for other things, such as one number, as models state it."""
-    if isinstance(window, Integral) and not isinstance(window, bool) and window > 0:
+    """(left, right) as Python's integers. Raises InputError for others, such as one number, as models state theirs."""
+    if isinstance(window, Integral) and not isinstance(window, bool) and int(window) > 0:
         keys = f"{window} keys, a row's own among them, are ({int(window) - 1}, 0) under a causal mask"
         raise InputError(f"window must be (left, right), got {window}: {keys}")
     try:
-        if isinstance(window, str | bytes | Set | Mapping):
-            raise TypeError
-        left, right = (int(operator.index(side)) for side in window)
-        if min(left, right) < -1:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise InputError(
-            f"window must be 'left,right', two integers, each >= 0 or -1 for unlimited, got {window!r}"
-        ) from None
-    if max(left, right) > _WIDEST:
+        sides = [] if isinstance(window, str | bytes | Set | Mapping) else [int(operator.index(n)) for n in window]
+    except TypeError:
+        sides = []
+    if len(sides) != 2 or min(sides) < -1:
+        raise InputError(f"window must be 'left,right', two integers, each >= 0 or -1 for unlimited, got {window!r}")
+    if max(sides) > _WIDEST:
         raise InputError(f"window must be 'left,right', each at most {_WIDEST}, got {window!r}; -1 is unlimited")
-    return left, right
+    return sides[0], sides[1]
 
 
 def parse_window(text: str) -> tuple[int, int]:
