@@ -74,10 +74,9 @@ def test_casts_behind_a_small_cap_that_all_err_to_one_side_are_no_fault() -> Non
     assert coarse.outcome == "fail", coarse.report()
 
 
-@pytest.mark.parametrize(("case", "head_dim", "length", "seed"), [("pairs", 32, 96, 0), ("outliers", 64, 192, 1)])
-def test_coarse_scores_behind_a_cap_are_no_rounded_row_sum(case: str, head_dim: int, length: int, seed: int) -> None:
-    stated = Stated.of("none", None, head_dim, None, 30.0)
-    given = suite.draw(case, seed, dtype=torch.bfloat16, head_dim=head_dim, stated=stated, length=length)
+def test_coarse_scores_of_equal_keys_behind_a_cap_are_no_rounded_row_sum() -> None:
+    stated = Stated.of("none", None, 32, None, 30.0)
+    given = suite.draw("pairs", 0, dtype=torch.bfloat16, head_dim=32, stated=stated, length=96)
     assert row_factor(given, kernels.coarse_tanh(given.q, given.k, given.v), torch.device("cpu")) is None
 
 
@@ -110,6 +109,26 @@ def test_a_wrong_o_that_nobody_knows_is_saved_to_be_looked_into(tmp_path: Path) 
     found = attn_diag.check(kernels.shifted, cases=["normal"], device="cpu", folder=tmp_path)
     assert found.failures[0].look_closer == f"attn-diag inspect {tmp_path / 'normal.safetensors'}"
     assert (tmp_path / "normal.safetensors").exists()
+
+
+def test_what_is_said_to_run_on_a_capture_names_its_file(tmp_path: Path) -> None:
+    q, k, v = (torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    case = Stated.of("none", None, 32, (32, 16)).case("x", q, k, v)
+    held = case.captured({"o": kernels.shifted(q, k, v)})
+
+    def told(target: Any, **options: Any) -> str | None:
+        (failure,) = attn_diag.check(target, device="cpu", **options).failures
+        return failure.look_closer
+
+    saved = attn_diag.load(held.save(tmp_path / "a b.safetensors"))
+    asked: dict[str, Any] = {"window": (32, 16), "head_dim": 32, "cases": []}
+    assert told(held) is None
+    assert told(saved) == f"attn-diag inspect '{saved.source}'"
+    assert told(kernels.shifted, captures=[saved], **asked) is None
+    expected = (
+        f"attn-diag check limited_kernels:shifted --window 32,16 --head-dim 32 --out failing --capture '{saved.source}'"
+    )
+    assert told("limited_kernels:shifted", captures=[saved], **asked) == expected
 
 
 def test_how_an_error_is_made_is_told_before_where_it_is() -> None:

@@ -147,7 +147,7 @@ def sorted_out(
     said = _normal(tiny, uncast, cast, varying, small, casts)
     if leaning:
         said.append(
-            f"Normal: behind a softcap of {softcap:g} no P̄ is below {least:.2g}, and the casts of many alike to {casts} "
+            f"Normal: behind a softcap of {softcap:g} no P̄ is below {least:.2g}, and casts of many alike to {casts} "
             f"err to one side: a mean of {in_last_bits(_largest_mean(leaning))} at most in "
             f"{listed([f.name for f in leaning], _NAMED)}, where they can make {capped:.2g}."
         )

@@ -21,11 +21,9 @@ from attn_diag.testing.target import RECIPE_DTYPES, Target
 _FACTOR_SHARE = 0.25
 # What the casts of P make of it is at most a quarter.
 _FACTOR_OF_PROBS = 4.0
-# Rows count where so many keys do, in effect (equal ones are one: their scores are off alike): what P's roundings make is
-# a small part of their error there.
+# Rows count where so many keys do, in effect (equal ones are one: their scores are off alike): what P's roundings make
+# is a small part of their error there.
 _MANY_KEYS = 16
-# What l makes lies along O's rows to so many times the part of it that errors of scores leave there.
-_FACTOR_OF_SCORES = 2.0
 # A rounding to nearest goes to either side: its mean is a small part of its rms.
 _ONE_SIDED = 0.2
 # It is in every row: with relative errors uniform within half a spacing (x in [1, 2) uniform) (sum f^2)^2 / sum f^4 is
@@ -92,16 +90,15 @@ def _by_bits(case: CaseInputs, target: Target, *, of_l: bool) -> Suspect | None:
 def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | None:
     """Whether every row of O is off by a factor of its own, to either side: that is l, which no feature escapes.
 
-    e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O leave 1 / D of their square there; errors of scores
-    by a part of each (behind a softcap, those of tanh) what independent ones do, sum P^2 S^2 (V O / O^2 - 1)^2 O^2 of
-    sum P^2 S^2 (V - O)^2; of P, to whatever format, they make a factor of variance eps^2 sum P^2 (l's own eps^2 in a row with one key): a part
+    e_t = O_obs - O_ref is projected on O_ref's row. Roundings of O and of scores leave 1 / D of their square there; of
+    P, to whatever format, they make a factor of variance eps^2 sum P^2 (l's own eps^2 in a row with one key): a part
     sum P^2 of their square. So rows where this is large are left out, and it is a quarter of what is seen at most.
     What is off to one side in the mean (a truncation) is left to other signatures, and attention that is not fused is
     recognised first.
     """
     if (found := not_fused(case, o, device)) is not None:
         return found
-    along = by_probs = total = mean = squares = fourths = rows = scores_along = scores_total = 0.0
+    along = by_probs = total = mean = squares = fourths = rows = 0.0
     relative = 2.0 ** (-2 * format_of(case.q.dtype).precision) / 24  # E[1/x^2] = 1/2 over [1, 2)
     for b, h in product(range(case.q.shape[0]), range(case.q.shape[1])):
         head, seen = case.head(b, h, device, gradients=False), o[b, h].to(device).double()
@@ -117,10 +114,6 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         by_probs += relative * float((spread * size)[good].sum())
         total += float(error.square().sum())
         mean += float(factor.sum())
-        v, o_ref, weight = head.v[block.keys], truth[good], (block.probs * block.scores.nan_to_num(neginf=0))[good]
-        onto, off = o_ref @ v.T, size[good, None]
-        scores_along += float((weight.square() * (onto / off - 1).square() * off).sum())
-        scores_total += float((weight.square() * (v.square().sum(1) - 2 * onto + off)).sum())
         rows += float(good.sum())
         squares += float(factor.square().sum())
         fourths += float(factor.square().square().sum())
@@ -128,7 +121,6 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         not rows
         or squares**2 < _IN_EVERY_ROW * rows * fourths
         or along < max(_FACTOR_SHARE * total, _FACTOR_OF_PROBS * by_probs)
-        or along * scores_total < _FACTOR_OF_SCORES * scores_along * total
         or abs(mean / rows) > _ONE_SIDED * math.sqrt(squares / rows)
     ):
         return None
