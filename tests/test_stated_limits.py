@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import attn_diag
+from attn_diag.cli.limits import window_of
 from attn_diag.errors import InputError
 from attn_diag.reports.check import _tells_less
 from attn_diag.results.hunt import HuntFinding, Variant
@@ -232,6 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "cap": (lambda: attn_diag.check(kernels.capped, softcap=-1.0), "softcap must be a finite number above 0"),
     "window": (lambda: attn_diag.probe(kernels.local, window=(3,)), "window must be 'left,right'"),
     "one number": (lambda: attn_diag.check(kernels.local, window=cast("Any", 32)), r"32 keys, .* are \(31, 0\)"),
+    "one on a command line": (lambda: window_of("32"), "--window must be LEFT,RIGHT .*: 32 keys, .* are 31,0 under"),
     "text": (lambda: attn_diag.check(kernels.local, window=cast("Any", "32,0")), "two integers, .* got '32,0'"),
     "one of NumPy": (lambda: attn_diag.probe(kernels.local, window=cast("Any", np.int64(32))), r"are \(31, 0\)"),
     "no integers": (lambda: attn_diag.hunt("m:f", window=cast("Any", (32.0, 0.0))), "two integers"),

@@ -199,7 +199,7 @@ def as_number(name: str, value: Any) -> float:
 
 def as_window(window: Any) -> tuple[int, int]:
     """(left, right) as Python's integers. Raises InputError for others, such as one number, as models state theirs."""
-    if isinstance(window, Integral) and not isinstance(window, bool) and int(window) > 0:
+    if not isinstance(window, bool) and isinstance(window, Integral) and int(window) > 0:
         keys = f"{window} keys, a row's own among them, are ({int(window) - 1}, 0) under a causal mask"
         raise InputError(f"window must be (left, right), got {window}: {keys}")
     try:

@@ -105,7 +105,7 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         block = reference_rows(head, torch.arange(len(head.q), device=device))
         truth = block.out
         size = truth.square().sum(1)
-        alike = head.k.unique(dim=0, return_inverse=True)[1][block.keys]
+        alike = torch.unique(head.k, dim=0, return_inverse=True)[1][block.keys]
         spread = torch.zeros_like(block.probs).index_add_(1, alike - alike.min(), block.probs).square().sum(1)
         good = seen.isfinite().all(1) & (size > 0) & (spread <= 1 / _MANY_KEYS)
         error = (seen - truth)[good]
