@@ -69,6 +69,25 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return Limited.apply(q, k, v, None, 7.5, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def capped_tenth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softcap so small that no key weighs much less than another."""
+    return Limited.apply(q, k, v, None, 0.1, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def truncated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As ``capped_tenth``, with O cast toward zero."""
+    o: Tensor = Limited.apply(q.float(), k.float(), v.float(), None, 0.1, True)  # type: ignore[no-untyped-call]
+    return (o.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
+def coarse_tanh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softcap of 30 whose tanh is taken of a number in BF16."""
+    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    scores = 30 * torch.tanh((scores / 30).bfloat16().float())
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (p.to(q.dtype).float() @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
 def capped_30(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A softcap that shows where scores are large alone."""
     return Limited.apply(q, k, v, (10**6, 0), 30.0, True)  # type: ignore[no-any-return, no-untyped-call]

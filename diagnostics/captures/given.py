@@ -15,7 +15,6 @@ from attn_diag.captures.capture import Capture
 from attn_diag.captures.joined import equal_bits
 from attn_diag.captures.linear import LinearCapture
 from attn_diag.captures.loading import find_captures, load
-from attn_diag.captures.metadata import require_two_sides
 from attn_diag.captures.places import place
 from attn_diag.captures.sources import CACHE, PACKING
 from attn_diag.captures.tensors import as_tensor
@@ -112,7 +111,6 @@ def captures_of(source: Source, k: Array | None, v: Array | None, call: CallTens
     if unknown := sorted(call.keys() - get_type_hints(CallTensors).keys()):
         known = ", ".join(get_type_hints(CallTensors))
         raise InputError(f"{function}() has no argument {unknown[0]!r}; of a call it takes {known}")
-    require_two_sides(call.get("window"))
     if is_array(source) and not isinstance(source, Capture):
         return [_of_call(source, k, v, call, function)]
     beside = {"k": k, "v": v, **{name: call.get(name) for name in call if name not in _OPTIONS}}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from attn_diag.errors import InputError
@@ -100,6 +102,12 @@ class Metadata:
                               ("lse_sink", LseSink), ("alibi_origin", AlibiOrigin)):  # fmt: skip
             if getattr(self, name) not in get_args(allowed):
                 raise InputError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        # Numbers of NumPy and torch are kept as Python's, which compare, hash and are written as these.
+        for name in ("scale", "softcap", "softmax_offset", "dropout_p"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_number(name, getattr(self, name)))
+        if self.window is not None:
+            object.__setattr__(self, "window", as_window(self.window))
         # Errors of dQ carry the square of scale; times anything it must stay a number other than 0.
         if self.scale is not None and not 0 < self.scale * self.scale < math.inf:
             raise InputError(
@@ -112,10 +120,6 @@ class Metadata:
                 f"softmax_offset must be a finite logit, got {self.softmax_offset}; 0 is the off-by-one softmax, "
                 "leave it out for none"
             )
-        if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
-            raise InputError(f"window must be 'left,right', each >= 0 or -1 for unlimited, got {self.window}")
-        if self.window is not None and max(self.window) > _WIDEST:
-            raise InputError(f"window must be 'left,right', each at most {_WIDEST}, got {self.window}; -1 is unlimited")
         if self.dropout_p is not None and not 0 <= self.dropout_p < 1:
             raise InputError(f"dropout_p must be at least 0 and below 1, got {self.dropout_p}; leave it out for none")
         if self.head_offset < 0:
@@ -182,11 +186,31 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def require_two_sides(window: object) -> None:
-    """Raise InputError for a window that is one number, as models state theirs."""
-    if isinstance(window, int):
-        keys = f"{window} keys, a row's own among them, are ({window - 1}, 0) under a causal mask"
+def as_number(name: str, value: Any) -> float:
+    """``value`` as Python's float. Raises InputError where it is no number, or a bool."""
+    try:
+        number = None if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = None
+    if number is None:
+        raise InputError(f"{name} must be a number, got {value!r}")
+    return number
+
+
+def as_window(window: Any) -> tuple[int, int]:
+    """(left, right) as Python's integers. Raises InputError for others, such as one number, as models state theirs."""
+    if not isinstance(window, bool) and isinstance(window, Integral) and int(window) > 0:
+        keys = f"{window} keys, a row's own among them, are ({int(window) - 1}, 0) under a causal mask"
         raise InputError(f"window must be (left, right), got {window}: {keys}")
+    try:
+        sides = [] if isinstance(window, str | bytes | Set | Mapping) else [int(operator.index(n)) for n in window]
+    except TypeError:
+        sides = []
+    if len(sides) != 2 or min(sides) < -1:
+        raise InputError(f"window must be 'left,right', two integers, each >= 0 or -1 for unlimited, got {window!r}")
+    if max(sides) > _WIDEST:
+        raise InputError(f"window must be 'left,right', each at most {_WIDEST}, got {window!r}; -1 is unlimited")
+    return sides[0], sides[1]
 
 
 def parse_window(text: str) -> tuple[int, int]:

@@ -37,7 +37,11 @@ def window_of(given: str | None) -> tuple[int, int] | None:
     """LEFT,RIGHT as two integers. Raises InputError where it is not."""
     from attn_diag.captures.metadata import parse_window
 
+    if given is None:
+        return None
     try:
-        return None if given is None else parse_window(given)
+        return parse_window(given)
     except ValueError:
-        raise InputError(f"--window must be LEFT,RIGHT (two integers), got {given!r}") from None
+        keys = int(given) if given.strip().isdecimal() else 0
+        hint = f": {keys} keys, a row's own among them, are {keys - 1},0 under a causal mask" if keys else ""
+        raise InputError(f"--window must be LEFT,RIGHT (two integers), got {given!r}{hint}") from None

@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
-from attn_diag.captures.metadata import Causal, Metadata, require_two_sides
+from attn_diag.captures.metadata import Causal, Metadata, as_number, as_window
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
 from attn_diag.results.wording import function_words
@@ -66,12 +66,12 @@ class Stated:
         named = causal if isinstance(causal, str) else ("top-left" if causal else "none")
         if named not in get_args(Causal):
             raise InputError(f"causal must be none, top-left or bottom-right (or a bool), got {causal!r}")
-        alpha = head_dim**-0.5 if scale is None else float(scale)
+        alpha = head_dim**-0.5 if scale is None else as_number("scale", scale)
         if not (math.isfinite(alpha) and alpha > 0):
             raise InputError(f"scale must be a positive number, got {scale}")
-        require_two_sides(window)
-        band: Any = None if window is None or tuple(window) == _UNLIMITED else tuple(window)
-        held = Metadata(causal=named, window=band, softcap=softcap or None)  # type: ignore[arg-type]
+        band = None if window is None else as_window(window)
+        cap = None if softcap is None else as_number("softcap", softcap)
+        held = Metadata(causal=named, window=None if band == _UNLIMITED else band, softcap=cap or None)  # type: ignore[arg-type]
         return cls(held.causal, alpha, held.window, held.softcap)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from attn_diag.kernels import PRESETS
@@ -116,6 +117,7 @@ _SCRIPT = '''"""{summary}
 """
 
 import sys
+import math
 from pathlib import Path
 
 import torch
@@ -123,14 +125,14 @@ from safetensors.torch import load_file
 
 SCALE, CAUSAL, SOFTCAP, WINDOW = {scale!r}, {causal!r}, {softcap!r}, {window!r}
 WRONG = {outputs!r}
-# Of a kernel below 16 bits: how far off that was.
-SEEN = {seen!r}
+# How far off that was; of a kernel below 16 bits alone a sound one may be off by more than four roundings.
+SEEN, BELOW_16_BITS = {seen!r}, {declared!r}
 DEVICE = {device!r}
 
 
 def hidden(rows, keys, device):
     """[Tq, Tk], which keys a row must not see."""
-    row = torch.arange(rows, device=device)[:, None] + (keys - rows if CAUSAL == "bottom-right" else 0)
+    row = torch.arange(rows, device=device)[:, None] + (0 if CAUSAL == "top-left" else keys - rows)
     key = torch.arange(keys, device=device)[None]
     found = (key > row) if CAUSAL != "none" else torch.zeros(rows, keys, dtype=torch.bool, device=device)
     if WINDOW is not None:
@@ -200,7 +202,8 @@ for name, value in found.items():
     finite = bool(value.isfinite().all())
     # One rounding of the inputs' format, to all numbers and one way, would leave this.
     rounding = torch.finfo(q.dtype).eps / 2
-    odd = not finite or error > (0.99 * SEEN[name] if name in SEEN else 4 * rounding)
+    least = 0.99 * SEEN[name] if name in SEEN else 4 * rounding
+    odd = not finite or error > (least if BELOW_16_BITS else min(least, 4 * rounding))
     note = "NaN or Inf" if not finite else f"{{error:.3g}} off ({{error / rounding:.3g}} times one rounding)"
     seen_before = WRONG.get(name)
     print(f"{{name}}: {{note}}" + (f" <- {{seen_before}}" if seen_before else ""))
@@ -272,7 +275,7 @@ def script(
         scale=scale, causal=finding.smallest.causal, softcap=softcap, window=window,
         outputs=dict(finding.outputs), device=device, kernel=source, capture=capture,
         strides=strides, origin=alibi_origin or "row", dropout_p=dropout_p,
-        seen=dict(finding.relative_errors) if declared else {},
+        seen={n: e for n, e in finding.relative_errors.items() if math.isfinite(e)}, declared=declared,
     )  # fmt: skip
 
 

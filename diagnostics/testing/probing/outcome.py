@@ -62,7 +62,7 @@ def outcome_of(
         evidence = f"{certain}; with {other.fits} it fits. Nothing else was probed."
         command = other.again("probe", asked)
         return ProbeOutcome("other-function", f"it {other.words}", "certain", evidence, next=command)
-    judged = sorted_out(findings, asked.shape[2], unit, asked.dtype.upper())
+    judged = sorted_out(findings, asked.shape[2], unit, asked.dtype.upper(), asked.stated.softcap)
     if not judged.wrong:
         return ProbeOutcome("ok", normal=judged.normal, next=_after(asked))
     if any("nonfinite" in f.labels for f in findings):
@@ -100,7 +100,9 @@ class SortedOut:
     """What published kernels do too, or what is too small to add up, in sentences."""
 
 
-def sorted_out(findings: Sequence[ProbeFinding], rows: int, unit: float, casts: str) -> SortedOut:
+def sorted_out(
+    findings: Sequence[ProbeFinding], rows: int, unit: float, casts: str, softcap: float | None = None
+) -> SortedOut:
     """Which labels are a fault of this kernel, and which every kernel of its kind has.
 
     Args:
@@ -108,13 +110,17 @@ def sorted_out(findings: Sequence[ProbeFinding], rows: int, unit: float, casts: 
         rows: T.
         unit: The spacing of the inputs' format over that of O's: an O in fp32 counts its errors in finer units.
         casts: The inputs' format in words.
+        softcap: c, below which all scores are.
 
     As in ``check``, a mean of 1 / sqrt(12 T) ulp and less is none of its faults: over T rows it adds up to less than
-    the random walk of correct rounding, sqrt(T / 12) ulp.
+    the random walk of correct rounding, sqrt(T / 12) ulp. Nor is what a cast makes of x = exp(-2 c), the P_bar of all
+    keys that the cap holds at -c: it is off by half a spacing, at most one of O's, in x of 1 + x parts.
     """
     small = unit / math.sqrt(12 * rows)
+    least = 0.0 if softcap is None else math.exp(-2 * softcap)
+    capped = unit * least / (1 + least)
     wrong: dict[str, tuple[Label, ...]] = {}
-    tiny, uncast, cast = [], [], []
+    tiny, uncast, cast, leaning = [], [], [], []
     # One may agree by accident.
     predicted = [f for f in findings if f.predicted is not None and "nonfinite" not in f.labels]
     both_uncast, both_cast = all(map(_as_uncast, predicted)), all(map(_as_cast, predicted))
@@ -123,8 +129,11 @@ def sorted_out(findings: Sequence[ProbeFinding], rows: int, unit: float, casts: 
         if "biased" in faults and both_uncast and _as_uncast(found):
             uncast.append(found)
             faults.remove("biased")
-        if "biased" in faults and all(abs(t.mean_ulp or 0.0) <= small for t in found.tests if t.biased):
+        if "biased" in faults and _largest_mean([found]) <= small:
             tiny.append(found)
+            faults.remove("biased")
+        if "biased" in faults and _largest_mean([found]) <= capped:
+            leaning.append(found)
             faults.remove("biased")
         if "lse-biased" in faults and both_cast and _as_cast(found):
             cast.append(found)
@@ -135,7 +144,19 @@ def sorted_out(findings: Sequence[ProbeFinding], rows: int, unit: float, casts: 
             wrong[found.name] = tuple(faults)
     moved = [f.name for f in findings if "not-invariant" in f.labels]
     varying = [] if "repeat" in moved else [name for name in moved if name in _MAY_VARY]
-    return SortedOut(wrong, tuple(_normal(tiny, uncast, cast, varying, small, casts)))
+    said = _normal(tiny, uncast, cast, varying, small, casts)
+    if leaning:
+        said.append(
+            f"Normal: behind a softcap of {softcap:g} no P̄ is below {least:.2g}, and casts of many alike to {casts} "
+            f"err to one side: a mean of {in_last_bits(_largest_mean(leaning))} at most in "
+            f"{listed([f.name for f in leaning], _NAMED)}, where they can make {capped:.2g}."
+        )
+    return SortedOut(wrong, tuple(said))
+
+
+def _largest_mean(findings: Sequence[ProbeFinding]) -> float:
+    """Of those beyond chance, in ulp."""
+    return max(abs(t.mean_ulp or 0.0) for f in findings for t in f.tests if t.biased)
 
 
 def _as_uncast(found: ProbeFinding) -> bool:
@@ -183,11 +204,10 @@ def _normal(
             f"backward makes from L sums to 1 less {by} where every cast errs to one side."
         )
     if tiny:
-        most = max(abs(t.mean_ulp or 0.0) for f in tiny for t in f.tests if t.biased)
         names = listed([f.name for f in tiny], _NAMED)
         said.append(
-            f"Too small to matter: a mean of {in_last_bits(most)} at most in {names}, beyond chance but below the "
-            f"{small:.2g} that correct rounding itself adds up to over the rows."
+            f"Too small to matter: a mean of {in_last_bits(_largest_mean(tiny))} at most in {names}, beyond chance but "
+            f"below the {small:.2g} that correct rounding itself adds up to over the rows."
         )
     if varying:
         said.append(

@@ -21,7 +21,8 @@ from attn_diag.testing.target import RECIPE_DTYPES, Target
 _FACTOR_SHARE = 0.25
 # What the casts of P make of it is at most a quarter.
 _FACTOR_OF_PROBS = 4.0
-# Rows count where so many keys do, in effect: what P's roundings make is a small part of their error there.
+# Rows count where so many keys do, in effect (equal ones are one: their scores are off alike): what P's roundings make
+# is a small part of their error there.
 _MANY_KEYS = 16
 # A rounding to nearest goes to either side: its mean is a small part of its rms.
 _ONE_SIDED = 0.2
@@ -104,7 +105,8 @@ def row_factor(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | N
         block = reference_rows(head, torch.arange(len(head.q), device=device))
         truth = block.out
         size = truth.square().sum(1)
-        spread = block.probs.square().sum(1)
+        alike = torch.unique(head.k, dim=0, return_inverse=True)[1][block.keys]
+        spread = torch.zeros_like(block.probs).index_add_(1, alike - alike.min(), block.probs).square().sum(1)
         good = seen.isfinite().all(1) & (size > 0) & (spread <= 1 / _MANY_KEYS)
         error = (seen - truth)[good]
         factor = (error * truth[good]).sum(1) / size[good]

@@ -357,9 +357,9 @@ class _Check:
         if self.declared is not None and (self.subject.stored or failure.quantity not in GRADIENTS):
             if not self.subject.stored or capture is None:
                 return None
-            return f"attn-diag inspect {capture.source} --declared {self.declared}"
+            return closer.of_capture(capture, "inspect", [f"--declared {self.declared}"])
         if capture is not None:
-            return f"attn-diag {'identify' if self.subject.stored else 'inspect'} {capture.source}"
+            return closer.of_capture(capture, "identify" if self.subject.stored else "inspect")
         return closer.of_kernel(failure, r.inputs.name, self._asked_again(), self.declared)
 
     def _store(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from attn_diag.captures.capture import Capture
 from attn_diag.results.check import GRADIENTS, Failure
 from attn_diag.results.wording import source_argument
 from attn_diag.testing.case_inputs import CaseInputs
@@ -36,6 +37,13 @@ def of_saved(file: Path, failures: Sequence[Failure]) -> str:
     return f"attn-diag {'inspect' if impossible else 'attribute'} {shlex.quote(str(file))}"
 
 
+def of_capture(capture: Capture, command: str, options: Sequence[str] = ()) -> str | None:
+    """A command about a capture; None for one that is in memory alone."""
+    if capture.source == "memory":
+        return None
+    return " ".join([f"attn-diag {command}", source_argument(capture.source), *options])
+
+
 def of_other(
     other: OtherFunction, case: CaseInputs, again: Again, declared: str | None, file: Path | None, stored: bool
 ) -> str | None:
@@ -50,12 +58,15 @@ def of_other(
         stored: Nothing was run: the case is a capture's.
     """
     if stored and case.capture is not None:
-        return other.call or " ".join(["attn-diag inspect", source_argument(case.capture.source), *other.options])
+        return other.call or of_capture(case.capture, "inspect", other.options)
     if file is not None:
         return f"attn-diag inspect {shlex.quote(str(file))}"
     also = [] if declared is None else [f"--declared {declared}"]
     if other.known:
         return other.again("check", again, also)
+    if case.capture is not None:  # the suite has no such case
+        command = again.command("check", [*also, "--out failing", "--capture"]).removeprefix("attn-diag ")
+        return None if again.target is None else of_capture(case.capture, command)
     return again.command("check", [*also, f"--cases {case.name}", "--out failing"])
 
 
