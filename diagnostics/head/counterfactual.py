@@ -157,10 +157,13 @@ class Counterfactuals:
     def __init__(
         self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
     ) -> None:
-        self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
+        self._run = partial(run_counterfactual, fmt=fmt, stored=stored, key_gradients=key_gradients)
+        self._forward = replace(head, do=None)
         self.head, self.fmt, self._stored = head, fmt, stored
         self._beside: Sequence[ref[Counterfactuals]] = ()
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
+        self.out_alone = False
+        """No gradient was captured: of other recipes than ``RECIPE`` O and LSE alone are made."""
         self.scores = len(head.q) * len(head.k)
         """How many scores there are."""
         self.alternatives = ALTERNATIVES if head.sink is None else (*ALTERNATIVES, SINK_FIRST)
@@ -186,7 +189,8 @@ class Counterfactuals:
         if key not in self._found and self._beside and not tensor_core:
             self._run_kernels(recipe)
         if key not in self._found:
-            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core, draw=draw)
+            head = self._forward if self.out_alone and key != (RECIPE, False, None) else self.head
+            self._found[key] = self._run(head, recipe=recipe, tensor_core=tensor_core, draw=draw)
         return self._found[key]
 
     def _run_kernels(self, recipe: str) -> None:

@@ -102,6 +102,8 @@ class StreamedHead:
         self.noise = noise_collector(inputs.head, fmt, stored, want_keys=want_keys)
         others = Counterfactuals if self.compared else TruncatedInputs
         self.counterfactuals = others(inputs.head, fmt, stored, key_gradients=want_keys)
+        if isinstance(self.counterfactuals, Counterfactuals):
+            self.counterfactuals.out_alone = not want_keys and not any("dq" in seen.outputs for seen in observed)
         self._variances: dict[str, dict[str, Tensor]] = {}
         self._nearest: dict[str, DeclaredKernel] = {}
         self._declared = (
