@@ -62,7 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         made = item._fixtureinfo.name2fixturedefs.items()
         shared = [name for name, found in made if found[-1].scope == "module" and name != "_small_heap"]
-        if shared or _keeps(item.module):
+        if "wheel" in item.fixturenames:  # which takes three seconds to make
+            item.add_marker(pytest.mark.xdist_group("wheel"))
+        elif shared or _keeps(item.module):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return

@@ -52,7 +52,7 @@ def finite(of_rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredScores:
     """Scores as a way stores them, [Tq, Tk] float64."""
 
     fmt: FloatFormat
@@ -92,7 +92,7 @@ class Steps:
 
     def __init__(self, head: AttentionHead, fmt: FloatFormat) -> None:
         self.head, self.fmt = head, fmt
-        self._last: tuple[tuple[str, bool], Stored] | None = None
+        self._last: tuple[tuple[str, bool], StoredScores] | None = None
 
     @cached_property
     def exact_dprobs(self) -> Tensor:
@@ -113,7 +113,7 @@ class Steps:
         powers = round_nearest_even((exact.scores - shift).exp(), self.fmt)
         return round_nearest_even(powers @ self.head.v / (finite(exact.lse)[:, None] - shift).exp(), self.fmt)
 
-    def scores(self, alpha_in: str, *, biased: bool) -> Stored:
+    def scores(self, alpha_in: str, *, biased: bool) -> StoredScores:
         """The scores of ways with this second part, whose mask is added before a cast, or not."""
         kind, last = (alpha_in, biased), self._last
         if last is None or last[0] != kind:
@@ -139,7 +139,7 @@ def steps_of(head: AttentionHead, fmt: FloatFormat) -> Steps:
     return found
 
 
-def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: bool) -> Stored:
+def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: bool) -> StoredScores:
     cast = partial(round_nearest_even, fmt=fmt)
     factors = _multiplied(head, fmt, alpha_in)
     wide_scores = factors is None or alpha_in in COMPILED
@@ -171,4 +171,4 @@ def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: boo
     lse = scores.logsumexp(1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
-    return Stored(fmt, wide_scores, factors, scores, capped, sink, lse, largest, top, by_key)
+    return StoredScores(fmt, wide_scores, factors, scores, capped, sink, lse, largest, top, by_key)
