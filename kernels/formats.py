@@ -216,8 +216,10 @@ def _spacing(x: Tensor, fmt: NumberFormat) -> Tensor:
 def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tensor:
     """Overflow of what was rounded from ``x``."""
     # (A GPU's host would wait for the answer.)
-    if not x.is_cuda and float(torch.linalg.vector_norm(rounded, torch.inf)) <= fmt.largest:  # false for NaN
-        return rounded
+    if not x.is_cuda:
+        lowest, highest = map(float, rounded.aminmax())
+        if lowest >= -fmt.largest and highest <= fmt.largest:  # false for NaN
+            return rounded
     over = rounded.abs() > fmt.largest
     stays = torch.full_like(over, fmt.finite or mode is Mode.TOWARD_ZERO)
     if mode is Mode.UP:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from made_once import made_once
 from torch import Tensor
 
 import attn_diag
@@ -33,7 +34,7 @@ def stored(name: str) -> attn_diag.Capture:
     return attn_diag.load(CAPTURES / f"{name}.safetensors")
 
 
-@cache
+@made_once
 def inspected(name: str, details: int = 0) -> attn_diag.Diagnosis:
     """The diagnosis of a real capture, made once."""
     return attn_diag.inspect_captures([stored(name)], device="cpu", details=details)

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -34,6 +36,7 @@ sys.path += [str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmark
 from browsers import browser, open_page, show  # noqa: E402 - found by the line above
 from command_line import Done, Programs, Run  # noqa: E402 - likewise
 from forked_workers import Parent  # noqa: E402 - likewise
+from made_once import FOLDER  # noqa: E402 - likewise
 
 # One browser a process: another beside it cannot start.
 __all__ = ["browser", "open_page", "show"]
@@ -44,14 +47,24 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, numpy {numpy.__version__}, {device}, {torch.get_num_threads()} threads"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes of one run share what is made once, in the folder that holds a folder for each of them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ[FOLDER] = str(Path(config.option.basetemp).parent)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_long(items, whole_files=not any("::" in argument for argument in config.args))
     for item in items:
         # What a module makes once is made in one process.
-        made = item._fixtureinfo.name2fixturedefs.items() if isinstance(item, pytest.Function) else ()
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group") is not None:
+            continue
+        made = item._fixtureinfo.name2fixturedefs.items()
         shared = [name for name, found in made if found[-1].scope == "module" and name != "_small_heap"]
-        if shared and item.get_closest_marker("xdist_group") is None:
+        if "wheel" in item.fixturenames:  # which takes three seconds to make
+            item.add_marker(pytest.mark.xdist_group("wheel"))
+        elif shared or _keeps(item.module):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return
@@ -60,14 +73,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@cache
+def _keeps(module: ModuleType) -> bool:
+    """Whether it has a function of its own whose results are kept."""
+    return any(hasattr(f, "cache_info") and f.__module__ == module.__name__ for f in vars(module).values())
+
+
 def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
     """Mark what ``long.txt`` names; of whole files it may name nothing that is not there."""
     lines = (ROOT / "tests" / "long.txt").read_text().splitlines()
-    collected = {item.nodeid.partition("::")[0] for item in items}
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for name in (line for line in lines if not line.startswith("#")):
         begins, _, more = name.partition("*")
-        found = [i for i in items if i.nodeid.startswith(begins) and more in i.nodeid[len(begins) :]]
-        if whole_files and not found and name.partition("::")[0] in collected:
+        of_file = by_file.get(begins.partition("::")[0], [])
+        found = [i for i in of_file if i.nodeid.startswith(begins) and more in i.nodeid[len(begins) :]]
+        if whole_files and not found and of_file:
             raise pytest.UsageError(f"tests/long.txt names {name}, and no test begins so: correct the line")
         for item in found:
             item.add_marker(pytest.mark.slow)

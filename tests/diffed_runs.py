@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from builders import true_o
+from made_once import made_once
 from torch import Tensor
 
 import attn_diag
@@ -27,7 +28,7 @@ def inputs(seed: int, heads: int, rows: int, gain: float) -> tuple[Tensor, ...]:
     return q, k, v, do, true_o(q, k, v)
 
 
-@cache
+@made_once
 def diagnosed(
     rounding: str, draw: int = 0, *, seed: int = 0, heads: int = HEADS, rows: int = 64, gain: float = 2.0
 ) -> Diagnosis:

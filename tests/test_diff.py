@@ -19,6 +19,7 @@ from torch import Tensor
 
 import attn_diag
 from attn_diag.analyses.comparison.diff import compare
+from attn_diag.analyses.inspection import inspect as inspection
 from attn_diag.reports.diff_groups import changed_heads
 from attn_diag.reports.renderers import page
 from attn_diag.results import wording
@@ -418,7 +419,15 @@ def test_command(tmp_path: Path, run: Run) -> None:
     assert "nothing.json: no such file" in missing.err
 
 
-def test_two_kernels_of_one_capture(captures: Path, tmp_path: Path, run: Run) -> None:
+def test_two_kernels_of_one_capture(captures: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspected: list[object] = []
+    inspect = inspection.inspect_captures
+
+    def counted(*captures: Any, **options: Any) -> Diagnosis:
+        inspected.append(captures)
+        return inspect(*captures, **options)
+
+    monkeypatch.setattr(inspection, "inspect_captures", counted)
     path = captures / "kernels_pair_T512.safetensors"
     chosen = ("--a-observation", "flash", "--b-observation", "stable")
     file = tmp_path / "page.html"
@@ -434,3 +443,4 @@ def test_two_kernels_of_one_capture(captures: Path, tmp_path: Path, run: Run) ->
     wrong = run("diff", path, path, "--a-observation", "nope")
     assert wrong.code == 2
     assert "no observation 'nope'; it has flash, flex, paper, stable" in wrong.err
+    assert len(inspected) == 1, "the file once, and not for a name that it lacks"

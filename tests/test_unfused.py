@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_diag
-from attn_diag.head.unfused import unfused
+from attn_diag.head import counterfactual
+from attn_diag.head.from_lse import backwards_from_lse, from_lse
+from attn_diag.head.unfused import FUSED, unfused, ways
 from attn_diag.kernels import preset
 from attn_diag.kernels.emulation import emulate_head
 from attn_diag.reference import AttentionHead, Masking, format_of
@@ -439,3 +441,35 @@ def test_a_fused_kernel_whose_scores_are_rounded_is_not_plain_torch(alpha: str, 
     assert set(sites.values()) <= {"scores", None}, sites
     if of_backward == "as-forward":
         assert sites["dv"] == "scores", sites
+
+
+@pytest.mark.parametrize("case", ["plain", "softcap", "sink", "mask"])
+def test_ways_that_follow_each_other_are_as_alone(case: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(24, 16, generator=generator).bfloat16().double() for _ in range(4))
+    masking = Masking("top-left", mask=torch.randn(24, 24, generator=generator).double() if case == "mask" else None)
+    softcap, sink = 2.0 if case == "softcap" else None, 0.5 if case == "sink" else None
+    head = AttentionHead(q, k, v, do, 0.3, masking, softcap=softcap, sink=sink)
+    fmt = format_of(torch.bfloat16)
+    for run, known in ((unfused, ways(head)), (from_lse, backwards_from_lse(head))):
+        for way in (*known, *(way + FUSED for way in known)):
+            together, alone = run(head, fmt, way), run(replace(head), fmt, way)
+            assert {n: (t == alone[n]).all() for n, t in together.items()} == dict.fromkeys(alone, True), way
+
+
+def test_without_gradients_recipes_beside_the_published_one_make_o_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: set[tuple[str, bool, bool]] = set()
+    run = counterfactual.run_counterfactual
+
+    def noted(head: AttentionHead, *, recipe: str, tensor_core: bool, **options: Any) -> dict[str, Tensor]:
+        made.add((recipe, tensor_core, head.do is not None))
+        return run(head, recipe=recipe, tensor_core=tensor_core, **options)
+
+    monkeypatch.setattr(counterfactual, "run_counterfactual", noted)
+    q, k, v, do = (torch.randn(1, 1, 64, 16, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(4))
+    attn_diag.inspect(q, k, v, o=plain(q, k, v), do=do, causal=True, device="cpu")
+    assert [one[:2] for one in made if one[2]] == [(counterfactual.RECIPE, False)]
+    assert len(made) > 1
+    made.clear()
+    attn_diag.inspect(q, k, v, o=plain(q, k, v), do=do, dq=torch.zeros_like(q), causal=True, device="cpu")
+    assert all(backward for _, _, backward in made)

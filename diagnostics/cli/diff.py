@@ -61,11 +61,17 @@ def diff(
     if unknown := [name for name in by if name not in KEYS] or (["nothing"] if match is not None and not by else []):
         raise InputError(f"--match takes some of {', '.join(KEYS)}, got {unknown[0]}")
     delivery.require_apart([a, b], [html], what="one of the two")
-    sides: list[Diagnosis] = []
+    made: dict[Path, Diagnosis] = {}  # two observations of one file are inspected together
     for path, observation in ((a, a_observation), (b, b_observation)):
         with progress_bar() as progress:
-            side = as_diagnosis(str(path), level=level, device=device or "auto", progress=progress, skip=complain)
-        sides.append(side if observation is None else only(side, observation, str(path)))
+            made[path] = made.get(path) or as_diagnosis(
+                str(path), level=level, device=device or "auto", progress=progress, skip=complain,
+                observation=observation,
+            )  # fmt: skip
+    sides = [
+        made[path] if observation is None else only(made[path], observation, str(path))
+        for path, observation in ((a, a_observation), (b, b_observation))
+    ]
     found = compare(sides[0], sides[1], level=level, sources=(str(a), str(b)), by=by)
     delivery.deliver(found, html)
     if found.a.unreadable or found.b.unreadable:

@@ -88,7 +88,7 @@ def run_counterfactual(
     for known, run in ((ways, unfused), (backwards_from_lse, from_lse)):
         if recipe.removesuffix(FUSED) in known(head):
             return run(head, fmt, recipe)
-    chosen = _published(recipe, fmt, head)
+    chosen = _published(recipe, fmt.name, head.q.shape[1])
     if chosen is None:
         head, chosen = coarser(head, fmt.name, recipe, draw)
     if tensor_core:
@@ -111,13 +111,9 @@ def returned_by(
     return _outputs_of(emulate_head(recipe, _positive(head), key_gradients=key_gradients), sign)
 
 
-def _published(recipe: str, fmt: FloatFormat, head: AttentionHead) -> Recipe | None:
-    """A published recipe by its name here; None for one that is none."""
-    return _published_for(recipe, fmt.name, head.q.shape[1])
-
-
 @cache  # Making a recipe takes a third as long as running it on a head of T = 256.
-def _published_for(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
+def _published(recipe: str, fmt: str, head_dim: int) -> Recipe | None:
+    """A published recipe by its name here; None for one that is none."""
     if recipe == ROUNDED_DROPOUT:
         return preset("efficient", fmt, head_dim)
     changed: dict[str, Any] = {"sink_joins": "first"} if recipe == SINK_FIRST else dict(CUT_OFF.get(recipe, {}))
@@ -155,10 +151,13 @@ class Counterfactuals:
     """What well-rounded kernels return for one query head; each is run when it is first asked for."""
 
     def __init__(
-        self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool
-    ) -> None:
-        self._run = partial(run_counterfactual, head, fmt, stored, key_gradients=key_gradients)
+        self, head: AttentionHead, fmt: FloatFormat, stored: Mapping[str, FloatFormat], *, key_gradients: bool,
+        gradients: bool = True,
+    ) -> None:  # fmt: skip
+        self._run = partial(run_counterfactual, fmt=fmt, stored=stored, key_gradients=key_gradients)
         self.head, self.fmt, self._stored = head, fmt, stored
+        # Without gradients O is all that is asked of other recipes than the first.
+        self._others_head = head if gradients else replace(head, do=None)
         self._beside: Sequence[ref[Counterfactuals]] = ()
         self._found: dict[tuple[str, bool, int | None], dict[str, Tensor]] = {}
         self.scores = len(head.q) * len(head.k)
@@ -186,7 +185,8 @@ class Counterfactuals:
         if key not in self._found and self._beside and not tensor_core:
             self._run_kernels(recipe)
         if key not in self._found:
-            self._found[key] = self._run(recipe=recipe, tensor_core=tensor_core, draw=draw)
+            head = self.head if key == (RECIPE, False, None) else self._others_head
+            self._found[key] = self._run(head, recipe=recipe, tensor_core=tensor_core, draw=draw)
         return self._found[key]
 
     def _run_kernels(self, recipe: str) -> None:
@@ -194,7 +194,7 @@ class Counterfactuals:
 
         Their sums are the tensor core's, as a captured kernel's are.
         """
-        chosen = _published(recipe, self.fmt, self.head)
+        chosen = _published(recipe, self.fmt.name, self.head.q.shape[1])
         if chosen is None:
             return
         from attn_diag.kernels.backend import BackendError

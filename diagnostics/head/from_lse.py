@@ -18,7 +18,8 @@ from functools import partial
 
 from torch import Tensor
 
-from attn_diag.head.unfused import FUSED, distinct, finite, forwards, scaled, unfused
+from attn_diag.head.unfused import FUSED, distinct, forwards, unfused
+from attn_diag.head.unfused_scores import finite, scaled, steps_of
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
 # How it is made, whether L is cast, and whose O it is.
@@ -68,19 +69,19 @@ def from_lse(
     alone, way = way.endswith(FUSED), way.removesuffix(FUSED)
     _, how, of_lse, *of_o = way.split(":")
     cast = partial(round_nearest_even, fmt=fmt)
-    true = scores_of(head, fmt, "fused")
-    lse = true.logsumexp(1) if forward is None else forward[1]
+    steps = steps_of(head, fmt)
+    exact = steps.scores("fp32", biased=False)
+    true, lse = exact.scores, exact.lse if forward is None else forward[1]
     if forward is not None:
         o = forward[0]
     elif of_o:
         o = unfused(head, fmt, "unfused:scores:cast")["o"]
     else:
-        shift = finite(true.amax(1))[:, None]
-        o = cast(cast((true - shift).exp()) @ head.v / (finite(lse)[:, None] - shift).exp())
+        o = steps.fused_o
     in_steps, fused = how == "steps" and not alone, how in ("fused", "stored", "shifted") or alone
-    exact = alone and how in ("fused", "stored")
-    given = cast(finite(lse)) if of_lse == "low" and not exact else finite(lse)
-    rounded = (how == "stored" and not exact) or not fused or (alone and of_lse == "fp32" and not exact)
+    nothing = alone and how in ("fused", "stored")
+    given = cast(finite(lse)) if of_lse == "low" and not nothing else finite(lse)
+    rounded = (how == "stored" and not nothing) or not fused or (alone and of_lse == "fp32" and not nothing)
     scores = scores_of(head, fmt, how) if rounded else true
     if forward is None and of_o and of_lse == "low":
         largest = finite(scores.amax(1))
@@ -89,8 +90,7 @@ def from_lse(
     stored = (in_steps and of_lse == "low") or (how == "shifted" and not alone)
     wide = (cast(shifted) if stored else shifted).exp()
     probs = cast(wide)
-    dprobs = head.do @ head.v.T
-    dprobs = dprobs if fused else cast(dprobs)
+    dprobs = steps.exact_dprobs if fused else steps.dprobs
     if in_steps:
         delta = cast(cast(head.do * o).sum(1))
         dscores = cast(probs * cast(dprobs - delta[:, None]))

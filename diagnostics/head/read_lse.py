@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.from_lse import from_lse, scores_of
-from attn_diag.head.unfused import finite
+from attn_diag.head.unfused_scores import finite
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even, ulp
 from attn_diag.reference.rounding import BF16
 

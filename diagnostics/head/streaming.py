@@ -100,8 +100,12 @@ class StreamedHead:
         self.compared = covers(fmt)
         """Whether there is a recipe to compare with."""
         self.noise = noise_collector(inputs.head, fmt, stored, want_keys=want_keys)
-        others = Counterfactuals if self.compared else TruncatedInputs
-        self.counterfactuals = others(inputs.head, fmt, stored, key_gradients=want_keys)
+        gradients = want_keys or any("dq" in seen.outputs for seen in observed)
+        self.counterfactuals = (
+            Counterfactuals(inputs.head, fmt, stored, key_gradients=want_keys, gradients=gradients)
+            if self.compared
+            else TruncatedInputs(inputs.head, fmt, stored, key_gradients=want_keys)
+        )
         self._variances: dict[str, dict[str, Tensor]] = {}
         self._nearest: dict[str, DeclaredKernel] = {}
         self._declared = (

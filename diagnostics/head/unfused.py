@@ -42,6 +42,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.head.unfused_scores import COMPILED, LOW_ALPHA, finite, scaled, steps_of, times_alpha
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 from attn_diag.reference.masking import adds
 from attn_diag.reference.rounding import FP32
@@ -101,10 +102,6 @@ OF_BACKWARD = ("saved", "lse", "lse_steps", "backward_scores", "backward_shifted
 """Those that say nothing of the forward."""
 
 
-# Ways that store alpha, or its inverse, in the inputs' format; the last one multiplies q kT by it.
-_LOW_ALPHA = ("low", "divided", "low-scores")
-# Ways whose alpha, mask and softmax are in fp32, behind a stored q kT.
-_COMPILED = ("compiled", "stored", "capped")
 # Plain torch on a CPU divides its mask by 1 - p in the inputs' format; on a GPU the factor is fp32.
 _ROUNDED = ":rounded"
 # Under autocast a softmax in fp32 is dropped out in fp32, and cast for P V alone.
@@ -210,7 +207,7 @@ def named(way: str) -> str:
     way = way.removesuffix(_WIDE)
     if way.endswith((":products", ":steps", ":by-hand", ":saved")):
         return "steps" if way.endswith(":by-hand") else way.rpartition(":")[2]
-    if way.split(":")[1] in _LOW_ALPHA:
+    if way.split(":")[1] in LOW_ALPHA:
         return "alpha" if way.endswith(":fp32") else "low"
     if way.endswith((":derived", ":jitted")):
         return "derived"
@@ -224,31 +221,6 @@ def also_fused(way: str) -> str | None:
     if way.startswith(_FROM_LSE):
         return "lse" if ":low" in way else "backward_shifted" if "shifted" in way else "backward_scores"
     return None if named(way) == "normalised" else "scores"
-
-
-def scaled(values: Tensor, factor: float, fmt: FloatFormat) -> Tensor:
-    """Numbers of a format times a Python number, as torch has it: in fp32, rounded there and then to the format."""
-    return round_nearest_even((values.float() * factor).double(), fmt)
-
-
-def _times_alpha(values: Tensor, alpha: float, fmt: FloatFormat, alpha_in: str) -> Tensor:
-    """Numbers of a format times alpha, or what a way of ``_LOW_ALPHA`` has in its place."""
-    if alpha_in not in _LOW_ALPHA:
-        return scaled(values, alpha, fmt)
-    divided = alpha_in == "divided"
-    stored = round_nearest_even(values.new_tensor(1 / alpha if divided else alpha), fmt)
-    return round_nearest_even(values / stored if divided else values * stored, fmt)
-
-
-def _multiplied(head: AttentionHead, fmt: FloatFormat, way: str) -> tuple[Tensor, Tensor] | None:
-    """What one of ``ways`` multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
-    alpha_in = way.split(":")[1]
-    if alpha_in in ("scores", "low-scores", *_COMPILED):
-        return head.q, head.k
-    if alpha_in == "root":
-        root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
-        return scaled(head.q, root * sign, fmt), scaled(head.k, root, fmt)
-    return None if alpha_in in ("fp32", "summed") else (_times_alpha(head.q, head.scale, fmt, alpha_in), head.k)
 
 
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
@@ -273,53 +245,28 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         found = values * (head.dropout.kept * (cast(factor) if way.endswith(_ROUNDED) else factor))
         return found if fused or way.endswith(_WIDE) else cast(found)
 
-    factors = _multiplied(head, fmt, way)
-    wide_scores = factors is None or alpha_in in _COMPILED
-    if factors is None:
-        scores = (head.q @ head.k.T) * head.scale
-    else:
-        low_q, low_k = factors
-        scores = cast(low_q @ low_k.T)
-        if alpha_in in ("scores", "low-scores"):
-            scores = _times_alpha(scores, head.scale, fmt, alpha_in)
-        elif alpha_in in _COMPILED:
-            scores = scores * head.scale
-    if head.softcap is not None:
-        stored = (lambda x: x) if wide_scores else cast
-        capped = stored(stored(scores / head.softcap).tanh())
-        scores = head.softcap * capped if wide_scores else cast(head.softcap * capped)
-    head.apply_mask(scores, slice(0, len(head.q)), slice(0, len(head.k)))
-    if alpha_in in ("summed", "stored") or _BIASED in way:
-        scores = cast(scores)
-    sink = None if head.sink is None else torch.full_like(scores[:, 0], head.sink)
-    if alpha_in == "shifted":
-        largest, top = scores.max(1)
-        by_key = None if sink is None else largest >= sink
-        largest = largest if sink is None else torch.maximum(largest, sink)
-        shift = finite(largest)
-        scores, sink = cast(scores - shift[:, None]), None if sink is None else cast(sink - shift)
-    lse = scores.logsumexp(1)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink)
+    steps = steps_of(head, fmt)
+    stored = steps.scores(alpha_in, biased=_BIASED in way)
+    scores, capped, sink, lse, wide_scores = stored.scores, stored.capped, stored.sink, stored.lse, stored.wide_scores
     if probs_of in _STEPS:
         powers, row_sum = _in_steps(scores, sink, cast)
         low_sum = cast(row_sum)
         row_sum = row_sum if probs_of == "jitted" else low_sum
         wide = cast(powers / row_sum)
     else:
-        wide = (scores - finite(lse)[:, None]).exp()
+        wide = stored.probs
     if fused:
         if probs_of not in _STEPS:
             shift = finite(scores.amax(1))
             powers, row_sum = cast((scores - shift[:, None]).exp()), (finite(lse) - shift).exp()[:, None]
-        slope = 1.0 if head.softcap is None else 1 - capped.square()
+        slope = 1.0 if capped is None else 1 - capped.square()
         return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped)
-    probs = cast(wide)
+    probs = stored.cast_probs if probs_of not in _STEPS else cast(wide)
     kept = cast(dropped(wide)) if way.endswith(_WIDE) else dropped(probs)
-    found = {"o": cast(kept @ head.v), "lse": lse + largest if alpha_in == "shifted" else lse}
+    found = {"o": cast(kept @ head.v), "lse": lse if stored.largest is None else lse + stored.largest}
     if head.do is None:
         return found
-    dprobs = dropped(cast(head.do @ head.v.T))
+    dprobs = dropped(steps.dprobs)
     weights = wide if probs_of in ("fp32", "uncast", "scaled") else probs
     if probs_of == "saved":
         weights = (cast(scores) - finite(lse)[:, None]).exp()
@@ -337,27 +284,28 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores = cast(products - cast(weights * delta[:, None]))
     else:
         dscores = products - weights * delta[:, None]
-    if head.softcap is not None:
+    if capped is not None and head.softcap is not None:
         slope = 1 - (cast(capped) if alpha_in == "capped" else capped).square()
         if wide_scores:
             dscores *= slope
         else:
             dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
-    in_fp32 = probs_of in ("uncast", "scaled") or alpha_in in _COMPILED
+    in_fp32 = probs_of in ("uncast", "scaled") or alpha_in in COMPILED
     dscores = dscores if in_fp32 else cast(dscores)
-    if alpha_in == "shifted" and sink is not None and by_key is not None:
+    if sink is not None and stored.top is not None and stored.by_key is not None:
         # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
         of_sink = cast(-cast((sink - lse).exp()) * delta)
-        moved = cast(dscores.sum(1) + of_sink).where(by_key, 0.0)
-        dscores = cast(dscores.scatter_add(1, top[:, None], -moved[:, None]))
+        moved = cast(dscores.sum(1) + of_sink).where(stored.by_key, 0.0)
+        dscores = cast(dscores.scatter_add(1, stored.top[:, None], -moved[:, None]))
+    low_q, low_k = stored.factors or (head.q, head.k)
     if alpha_in in ("q", "shifted", "low", "divided"):
-        dq, dk = _times_alpha(cast(dscores @ head.k), head.scale, fmt, alpha_in), cast(dscores.T @ low_q)
+        dq, dk = times_alpha(cast(dscores @ head.k), head.scale, fmt, alpha_in), cast(dscores.T @ low_q)
     elif alpha_in == "root":
         root = abs(head.scale) ** 0.5
         dq = scaled(cast(dscores @ low_k), root if head.scale > 0 else -root, fmt)
         dk = scaled(cast(dscores.T @ low_q), root, fmt)
     else:
-        dscores = dscores * head.scale if in_fp32 else _times_alpha(dscores, head.scale, fmt, alpha_in)
+        dscores = dscores * head.scale if in_fp32 else times_alpha(dscores, head.scale, fmt, alpha_in)
         dscores = dscores if probs_of == "uncast" else cast(dscores)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
     return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
@@ -380,11 +328,6 @@ def _fused(
     dscores = cast(probs * (dropped(head.do @ head.v.T) - delta[:, None]) * slope)
     dq, dk = cast(dscores @ head.k * head.scale), cast(dscores.T @ head.q * head.scale)
     return {"o": o, "delta": delta, "dq": dq, "dk": dk, "dv": cast(dropped(cast(probs)).T @ head.do)}
-
-
-def finite(of_rows: Tensor) -> Tensor:
-    """0 in rows that see no key."""
-    return of_rows.masked_fill(of_rows.isneginf(), 0.0)
 
 
 def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
-from attn_diag.analyses.comparison.matching import HeadPlace
+from attn_diag.analyses.comparison.matching import HeadPlace, none_of
 from attn_diag.analyses.comparison.matching import match as match_heads
 from attn_diag.analyses.comparison.of_wrong import judged_where_wrong, untested_words
 from attn_diag.analyses.comparison.read import read_diagnosis
@@ -65,8 +65,12 @@ def as_diagnosis(
     device: str,
     progress: Progress | None,
     skip: Callable[[InputError], None] | None = None,
+    observation: str | None = None,
 ) -> Diagnosis:
-    """A diagnosis as it is, read from its file, or made from captures; raises, or skips, as inspecting does."""
+    """A diagnosis as it is, read from its file, or made from captures; raises, or skips, as inspecting does.
+
+    Captures none of which has the ``observation`` are not inspected first: raises InputError.
+    """
     unreadable: list[InputError] = []
     if isinstance(side, Diagnosis):
         return side
@@ -83,6 +87,8 @@ def as_diagnosis(
             skip(error)
     else:
         captures = [side]
+    if observation is not None and all(c.observations and observation not in c.observations for c in captures):
+        raise none_of(observation, str(source_of(side)), [name for c in captures for name in c.observations])
     from attn_diag.analyses.inspection.inspect import inspect_captures
 
     said = [str(error) for error in unreadable]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal, TypeVar
@@ -153,13 +153,17 @@ def _unjudged(a: HeadPlace, b: HeadPlace) -> Unmatched:
 _NO_VERDICT = "no verdict there: the assumptions about the capture do not hold"
 
 
+def none_of(observation: str, source: str, names: Iterable[str]) -> InputError:
+    """What is raised where no capture has the observation."""
+    return InputError(f"{source}: no observation {observation!r}; it has {', '.join(sorted(set(names)))}")
+
+
 def only(diagnosis: Diagnosis, observation: str, source: str) -> Diagnosis:
     """The diagnosis with one observation of each capture that has it. Raises InputError where none has."""
     chosen = [(c, tuple(o for o in c.observations if o.name == observation)) for c in diagnosis.captures]
     kept = [replace(capture, observations=found) for capture, found in chosen if found]
     if not kept:
-        names = sorted({o.name for c in diagnosis.captures for o in c.observations})
-        raise InputError(f"{source}: no observation {observation!r}; it has {', '.join(names)}")
+        raise none_of(observation, source, [o.name for c in diagnosis.captures for o in c.observations])
     heads = [h for c in kept for o in c.observations for h in o.heads if h.head is not None and h.verdict is not None]
     counts = Counter(label for head in heads if head.verdict is not None for label in head.verdict.labels)
     listed = ", ".join(f"{count} {label}" for label, count in counts.most_common())

@@ -83,6 +83,8 @@ class Evidence:
     """Kinds and words of the guesses that explain this quantity of other heads: those behind one that fits here, too,
     are not looked at. What is found is added."""
 
+    _held: list[tuple[Tensor, tuple[Tensor, float, Tensor, Tensor, Tensor]]] = field(default_factory=list, init=False)
+
     @property
     def name(self) -> str:
         """As it is written."""
@@ -207,6 +209,15 @@ class Evidence:
         """[n, D], observed - true."""
         return self.observed - self.truth
 
+    def _at(self, index: Tensor) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
+        """Of some rows what every guess is held against: what was returned, the squared error, squares, noises."""
+        if not self._held or self._held[0][0] is not index:  # guesses of the same rows follow each other
+            true = self.truth[index]
+            before, floor = float(self.error[index].square().sum()), ulp(true, self.fmt).square() / 12
+            held = self.observed[index], before, true.square().sum(1), self.variance[index], floor
+            self._held[:] = [(index, held)]
+        return self._held[0][1]
+
     def fit(self, index: Tensor, prediction: Tensor) -> Fit:
         """How well a guess of some rows fits.
 
@@ -214,15 +225,14 @@ class Evidence:
             index: Which n rows.
             prediction: The guess, [n, D].
         """
-        left, before = (self.observed[index] - prediction).square(), self.error[index].square()
-        true = self.truth[index]
+        observed, before, size, variance, floor = self._at(index)
+        left = (observed - prediction).square()
         # A larger quantity is rounded as much more coarsely.
-        grown = (prediction.square().sum(1) - true.square().sum(1)).clamp(min=0.0) * self.relative_noise
-        noise = self.variance[index] + (grown / true.shape[1])[:, None]
+        grown = (prediction.square().sum(1) - size).clamp(min=0.0) * self.relative_noise
+        noise = torch.maximum(variance + (grown / prediction.shape[1])[:, None], floor)
         noise = torch.maximum(noise, ulp(prediction, self.fmt).square() / 12)
-        noise = torch.maximum(noise, ulp(true, self.fmt).square() / 12)
         total = float(noise.sum().clamp(min=1e-300))
-        return Fit(float(before.sum()), float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))
+        return Fit(before, float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))
 
 
 @dataclass(frozen=True)

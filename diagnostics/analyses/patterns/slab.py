@@ -93,14 +93,16 @@ def open_slab(head: AttentionHead, quantity: Quantity, rows: Tensor, lse: Tensor
     if head.softcap is not None:
         tanh = torch.tanh(scores / head.softcap)
         scores = tanh * head.softcap
-    added = torch.cat(list(_masks(head, queries, keys if by_key else None)))
-    visible = added > -torch.inf
-    scores = scores + added.masked_fill(~visible, 0.0)
-    probs = (
-        (scores - lse[queries].masked_fill(~lse[queries].isfinite(), torch.inf)[:, None])
-        .clamp(max=_LARGEST_EXPONENT)
-        .exp()
-    )
+    if head.masking.mask is None and head.masking.alibi is None:
+        hidden = head.masking.hidden(head.positions[queries], slice(0, len(head.k)))
+        visible = torch.ones_like(scores, dtype=torch.bool) if hidden is None else ~hidden[:, keys]
+    else:
+        added = torch.cat(list(_masks(head, queries, keys if by_key else None)))
+        visible = added > -torch.inf
+        scores = scores + added.masked_fill(~visible, 0.0)
+    own_lse = lse[queries]
+    probs = scores.sub_(own_lse.masked_fill(~own_lse.isfinite(), torch.inf)[:, None])
+    probs = probs.clamp_(max=_LARGEST_EXPONENT).exp_()
     kept, dprobs = _dropped(head, probs, queries, keys), None
     if quantity != "o":
         assert head.do is not None
