@@ -346,7 +346,7 @@ class CaptureJob:
         """Each captured quantity of a query head, dK and dV of its key head among them, judged."""
         kv, gradients, found = head // self.group, self.key_sums.get(name, {}), list[QuantityVerdict]()
         asked, own = name in self.capture.observations and not self.assumptions.refused, self.recognised.get(name)
-        coarse = self.unnamed.coarse(name, parts, own) if asked else coarse_words(self._recipe(name))
+        coarse = self.unnamed.coarse(name, parts, own, self.patterns) if asked else coarse_words(self._recipe(name))
         explain = partial(self.patterns.explain, name, head) if asked else None
         for quantity in judging.CAPTURED:
             if quantity in KEYED:

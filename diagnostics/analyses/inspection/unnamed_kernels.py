@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_scales import known_by_bits
 from attn_diag.head.baseline import Recognised, compared_rows, has_bits
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
@@ -52,7 +53,13 @@ class UnnamedKernels:
         self._group: tuple[str, int] | None = None  # whose gradients ``_read`` has
         self._ways = dict[str, Sequence[str]]()
 
-    def coarse(self, observation: str, parts: Sequence[HeadMeasurement], first: Recognised | None = None) -> str | None:
+    def coarse(
+        self,
+        observation: str,
+        parts: Sequence[HeadMeasurement],
+        first: Recognised | None,
+        patterns: CapturePatterns,
+    ) -> str | None:
         """What O of one head rounds, in words (``coarse_words``); None: it is not lossy, or nobody knows.
 
         Of recipes, or loops, that its bits do not tell apart, what all of them round. The search is made on the first
@@ -63,6 +70,7 @@ class UnnamedKernels:
             parts: Of the head in each sequence.
             first: The recipe that the capture's first head has, which may have the bits of several: another head that
                 is lossy need not have it.
+            patterns: Tells whether O is that of q, k or v that were held below 16 bits: then nothing is looked for.
         """
         capture, part = self._opened.capture, next((p for p in parts if _unexplained(p)), None)
         if first is not None:
@@ -73,6 +81,8 @@ class UnnamedKernels:
         if part is None or (first is not None and _stands_out(part.quality["o"])):
             return None
         if capture.lengths(part.batch)[1] > _MOST_KEYS:
+            return None
+        if patterns.held(observation, part):
             return None
         asked = self._asked[observation] < _MOST_ASKED
         for recipes in self._recipes(observation, part, ask=asked):

@@ -18,11 +18,13 @@ from attn_diag.analyses.patterns.gather import HeadTruths
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.of_operands import HeldOperands
+from attn_diag.analyses.patterns.of_samples import made_by_rounding, rows_outlying, rows_unlike, squared_size
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
 from attn_diag.head.cut_heads import read_cut
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.other_documents import merged, near, seen_in_out
 from attn_diag.head.other_dropouts import other_dropouts
 from attn_diag.head.other_pages import CacheReading, lse_offset, read_otherwise
@@ -41,12 +43,10 @@ _MOST_QUANTITIES = 24
 _MOST_OTHERS, _MOST_ELSEWHERE = 8, 16
 # Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
 _OTHER_HEAD_FROM = 0.1
-# A sequence of whose squared error there is no more, over a well-rounded kernel's (of LSE's budget), is right.
-_RIGHT, _LSE_RIGHT = AS_GOOD**2, 2.0**-6
+# A sequence of whose squared error there is no more, over a well-rounded kernel's (of part of LSE's budget), is right.
+_RIGHT = AS_GOOD**2
 # So much of a merely coarse quantity's squared error a pattern must explain.
 _NEARLY_ALL = 0.9
-# Of what a rounding makes so much of, no pattern explains nearly all.
-_MOST = 0.5
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
 _OUTPUTS = ("o", "dq", "dk", "dv")
@@ -108,9 +108,9 @@ class CapturePatterns:
         sink = next((one.sink for one in own if isinstance(one, RowEffect)), None)
         evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
         evidence = replace(evidence, shown=self._shown[observation, verdict.quantity])
-        rounded = coarse and all(map(_made_by_rounding, found))
+        rounded = coarse and all(map(made_by_rounding, found))
         patterns = [] if rounded else find_patterns(evidence)
-        rows = [row for one in own for row in _unlike(one)]
+        rows = [row for one in own for row in rows_unlike(one)]
         no_features = torch.zeros_like(evidence.features)
         # What explains all rows comes before the place of what a rounding does not make.
         for some in ((), rows) if rows else ((),) if coarse and not rounded and outlying else ():
@@ -129,7 +129,9 @@ class CapturePatterns:
             patterns = []
         if verdict.declared is None and verdict.quantity in _OUTPUTS and not (vanishes or _convinces(patterns)):
             shared = shared_error(evidence, math.sqrt(size)) if coarse else None
-            shared = shared or self._held.pattern(observation, evidence, math.sqrt(size))
+            shared = shared or self._held.pattern(
+                observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size)
+            )
             patterns = [shared] if shared else patterns
         if any(isinstance(one, QuantitySample) and one.factors for one in found):
             # What all rows have in common is told by one name, or as it was found beside a rounding.
@@ -142,6 +144,13 @@ class CapturePatterns:
             if rank and others_right and (bad or patterns):
                 verdict = replace(verdict, ranks=(rank,))
         return with_patterns(verdict, patterns, where)
+
+    def held(self, observation: str, part: HeadMeasurement) -> bool:
+        """Whether the O of a head is that of q, k or v that were held below 16 bits."""
+        where, o = (observation, part.batch, part.head), part.quality["o"]
+        lossy = QuantityVerdict("o", "lossy", "")
+        evidence = partial(self._evidence, *where, lossy, (), (), None)
+        return o.declared == "" and self._held.pattern(*where, evidence, "o", math.sqrt(squared_size(o))) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""
@@ -185,8 +194,8 @@ class CapturePatterns:
             return None, False
         if len(found) != len(batches) or not found:
             return None, False
-        outlying = [_outlying(one) for one in found]
-        sizes = [_size(one) for one in found]
+        outlying = [rows_outlying(one) for one in found]
+        sizes = [squared_size(one) for one in found]
         worst = int(np.argmax(sizes))
         features = one.bad_features.nonzero()[0].tolist() if isinstance(one := found[worst], QuantitySample) else []
         alone = all(not len(outlying[i]) and sizes[i] <= _RIGHT for i in range(len(found)) if i != worst)
@@ -322,32 +331,3 @@ def _convinces(patterns: Sequence[Pattern]) -> bool:
     if not patterns or patterns[0].kind in MERE_PLACES:
         return False
     return patterns[0].kind == "forward" or (patterns[0].explained or 0.0) >= _NEARLY_ALL
-
-
-def _outlying(found: QuantitySample | RowEffect) -> list[int]:
-    rows: list[int] = found.rows[found.outlying if isinstance(found, QuantitySample) else found.of_budget > 1].tolist()
-    return rows
-
-
-def _unlike(found: QuantitySample | RowEffect) -> list[int]:
-    """Rows that a rounding does not make which makes most others."""
-    return found.rows[found.unlike].tolist() if isinstance(found, QuantitySample) and found.unlike is not None else []
-
-
-def _made_by_rounding(found: QuantitySample | RowEffect) -> bool:
-    """Whether a named rounding makes most of it, so that no mistake can explain nearly all, and what stands out; or O's
-    last rounding may make all of it: of rows that are alike, a sink shifts as much as a truncation.
-    """
-    if isinstance(found, RowEffect):
-        return False
-    if found.compared and found.by_last_rounding.all():
-        return True
-    if (found.outlying.any() and not found.rounding) or (found.bad_features.any() and not found.features_rounding):
-        return False
-    return found.made_by_site > _MOST * float(found.error.sum())
-
-
-def _size(found: QuantitySample | RowEffect) -> float:
-    if isinstance(found, RowEffect):
-        return float(found.of_budget.max(initial=0.0)) / _LSE_RIGHT
-    return float(found.error.sum() / max(found.counterfactual.sum(), found.floor.sum(), 1e-300))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +32,25 @@ class HeldOperands:
 
     def __init__(self) -> None:
         self._found, self._asked = defaultdict[str, list[list[Held]]](list), Counter[str]()
+        self._told = dict[tuple[str, int, int, str], Pattern | None]()
 
-    def pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
+    def pattern(
+        self, observation: str, batch: int, head: int, evidence: Callable[[], Evidence], quantity: str, factor: float
+    ) -> Pattern | None:
         """What O was made of, or of a gradient what O shows; None where nothing shows.
 
         Args:
-            observation: Which.
+            observation, batch, head: Whose.
             evidence: O or a gradient that is lossy, or wrong.
+            quantity: Which.
             factor: Its error over a well-rounded kernel's.
         """
+        key = observation, batch, head, quantity
+        if key not in self._told:
+            self._told[key] = self._pattern(observation, evidence(), factor)
+        return self._told[key]
+
+    def _pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
         head = evidence.heads[0]
         large = len(head.q) * len(head.k) > _MOST_SCORES or max(head.k.numel(), head.q.numel()) > _MOST_NUMBERS
         if large or any(one.dropout is not None for one in evidence.heads):
