@@ -189,21 +189,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.count)
-    runs: list[dict[str, Any]] = []
+    counts: dict[str, Counter[str]] = {"formats": Counter(), "elsewhere": Counter()}
+    missed: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        for said in pool.map(run, seeds):
-            runs += said
-            for one in said:
-                if one["outcome"] == "another named" or (one["names"] and one["outcome"] != "right"):
-                    print(one, flush=True)
-    counts: dict[str, dict[str, int]] = {}
-    for of, chosen in (
-        ("formats", [r for r in runs if r["names"]]),
-        ("elsewhere", [r for r in runs if not r["names"]]),
-    ):
-        counts[of] = dict(Counter(one["outcome"] for one in chosen))
-        print(of, counts[of])
-    save({**made_by(), "counts": counts, "runs": runs}, options.json)
+        for one in (head for heads in pool.map(run, seeds) for head in heads):
+            counts["formats" if one["names"] else "elsewhere"][one["outcome"]] += 1
+            if one["outcome"] == "another named" or (one["names"] and one["outcome"] != "right"):
+                missed.append(one)
+                print(one, flush=True)
+    print(counts)
+    save({**made_by(), "seeds": [seeds.start, seeds.stop], "counts": counts, "not_right": missed}, options.json)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def _limited(rounded: Tensor, x: Tensor, fmt: NumberFormat, mode: Mode) -> Tenso
     """Overflow of what was rounded from ``x``."""
     # (A GPU's host would wait for the answer.)
     if not x.is_cuda:
-        lowest, highest = map(float, rounded.aminmax())
+        lowest, highest = map(float, rounded.detach().aminmax())
         if lowest >= -fmt.largest and highest <= fmt.largest:  # false for NaN
             return rounded
     over = rounded.abs() > fmt.largest

@@ -110,7 +110,7 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Ten
     if rounded.numel() == 0:
         return rounded
     if wait:
-        extremes = rounded.aminmax()
+        extremes = rounded.detach().aminmax()
         lowest, highest = torch.stack(extremes).tolist() if rounded.is_cuda else map(float, extremes)
         if lowest >= -fmt.largest and highest <= fmt.largest:  # not so where NaN hides the extremes
             return rounded

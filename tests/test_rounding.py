@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference.rounding import BF16, E4M3, E5M2, FP16, FP32, FloatFormat, round_nearest_even, ulp
 
 FORMATS = [BF16, FP16, FP32, E4M3, E5M2]
@@ -42,3 +43,10 @@ def test_threshold_of_rounding_to_one() -> None:
     at = math.exp(BF16.rounds_to_one)
     assert rounded(at + 1e-12, BF16) == 1.0
     assert rounded(at - 1e-12, BF16) < 1.0
+
+
+def test_numbers_with_a_gradient_are_rounded_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    x = torch.tensor([1.003, -2.5], dtype=torch.float64, requires_grad=True)
+    assert round_nearest_even(x, BF16).tolist() == [1.0, -2.5]
+    assert round_to(x, parse("e4m3")).tolist() == [1.0, -2.5]
+    assert not recwarn.list

@@ -44,6 +44,8 @@ _ANY_SCALE = (
     ("INT8", quantizer("int8", block="tensor"), (1.0, 3.0), 1 / 200),
 )
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
+# Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
+_NEAR = 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,17 @@ class LowBitFormat:
         if not self.scales:
             return self.format
         return f"{head}, {self.scales}{bracket}{rest}" if bracket else f"{self.format} ({self.scales})"
+
+    @property
+    def own_scale(self) -> bool:
+        """Whether it has one scale that is no head's, nor 1."""
+        return self.amax not in (None, self.by.mapped)
+
+    def at(self, factor: float) -> LowBitFormat:
+        """With a scale so many times as large."""
+        assert self.amax is not None
+        amax = factor * self.amax
+        return replace(self, amax=amax, scales=f"one scale, {amax / self.by.mapped:.5g}")
 
     def of(self, x: Tensor) -> Tensor:
         """x [n, D] in it."""
@@ -97,8 +110,9 @@ def held(head: AttentionHead, formats: Held) -> AttentionHead:
 
 
 def find_held(
-    head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, any_scale: bool = True
-) -> list[Held]:
+    head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, widened: str = "fp32",
+    any_scale: bool = True,
+) -> list[Held]:  # fmt: skip
     """In what q, k and v were held that O shows, one after the other, with as many as are as likely in any place.
 
     Args:
@@ -107,12 +121,13 @@ def find_held(
         rows: Which, int64 [R].
         numbers: How many independent numbers its error is.
         noise: A well-rounded kernel's squared error there: of what leaves no more nothing is looked for.
+        widened: The format in which codes times scales may be held: bf16, fp16 or fp32.
         any_scale: Also try scales that are not this head's own, which takes as long as all else.
 
     Returns:
         What may have been held in what; empty: nothing shows.
     """
-    return _Search(replace(head, do=None), observed, rows, numbers).run(noise, any_scale=any_scale)
+    return _Search(replace(head, do=None), observed, rows, numbers).run(noise, widened, any_scale=any_scale)
 
 
 class _Search:
@@ -125,7 +140,7 @@ class _Search:
         self._effects = dict[tuple[str, LowBitFormat], Tensor]()
         self._gains = {name: self._gain(name) for name in NAMES}
 
-    def run(self, noise: float, *, any_scale: bool) -> list[Held]:
+    def run(self, noise: float, widened: str, *, any_scale: bool) -> list[Held]:
         """Of each in turn the format that most of what is left is along."""
         found, tried = dict[str, LowBitFormat](), dict[str, list[LowBitFormat]]()
         while len(found) < len(NAMES) and self.left(found) > noise:
@@ -142,12 +157,23 @@ class _Search:
                 break
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
+        for name, one in found.items():
+            found[name] = self._nearest(found, name, replace(one, by=quantizer(one.by, values=widened)))
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
             for name, one in found.items()
         ]
         return [dict(zip(found, every, strict=True)) for every in product(*alike)] if found else []
+
+    def _nearest(self, found: Held, name: str, widened: LowBitFormat) -> LowBitFormat:
+        """The format of one of those found, or that one rounded as it is widened, at the scale that leaves least."""
+        best, step = min((found[name], widened), key=lambda one: self.left({**found, name: one})), _NEAR / _FINER
+        while best.own_scale and step > _FINEST:
+            near = [one.at(math.exp(step * i)) for one in (best, widened) for i in range(-_FINER, _FINER + 1)]
+            best = widened = min(near, key=lambda one: self.left({**found, name: one}))
+            step /= _FINER
+        return best
 
     def left(self, formats: Held) -> float:
         """The squared error that these leave."""
@@ -176,8 +202,7 @@ class _Search:
             while steps:
                 tried = list[tuple[float, float, LowBitFormat]]()
                 for more in steps:
-                    amax = largest * math.exp(at + more)
-                    one = LowBitFormat(words, f"one scale, {amax / by.mapped:.5g}", by, amax)
+                    one = LowBitFormat(words, "", by, largest).at(math.exp(at + more))
                     if part := self._part(name, one, error, count):
                         tried.append((part, at + more, one))
                 best = max([*tried, *([best] if best else [])], key=lambda one: one[0], default=None)

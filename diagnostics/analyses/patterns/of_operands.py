@@ -64,7 +64,8 @@ class HeldOperands:
         rows = rows[torch.linspace(0, len(rows) - 1, min(_SAMPLE, len(rows)), device=rows.device).long()]
         noise = float(evidence.error[rows].square().sum()) * (LOSSY / factor) ** 2
         numbers, first = evidence.dimensions(rows), not self._asked[observation]
-        alike = find_held(head, evidence.observed[rows], rows, numbers, noise, any_scale=first)
+        widened = evidence.fmt.name if evidence.fmt.name in ("bf16", "fp16") else "fp32"
+        alike = find_held(head, evidence.observed[rows], rows, numbers, noise, widened=widened, any_scale=first)
         pattern = _told(evidence, alike, factor) if alike else None
         if pattern is None:
             self._asked[observation] += 1
