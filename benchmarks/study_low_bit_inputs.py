@@ -33,7 +33,7 @@ def _float8(x: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Tenso
 
 
 def _integers(x: Tensor, bits: int, over: int | tuple[int, ...], *, zero: bool = False, group: int = 0) -> Tensor:
-    shape = x.shape
+    shape, found = x.shape, x
     if group:
         x, over = x.reshape(*shape[:-1], -1, group), -1
     if zero:
