@@ -33,9 +33,10 @@ def _float8(x: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Tenso
 
 
 def _integers(x: Tensor, bits: int, over: int | tuple[int, ...], *, zero: bool = False, group: int = 0) -> Tensor:
-    shape, found = x.shape, x
+    shape = x.shape
     if group:
         x, over = x.reshape(*shape[:-1], -1, group), -1
+    found: Tensor
     if zero:
         low, high = x.amin(over, keepdim=True).clamp(max=0), x.amax(over, keepdim=True).clamp(min=0)
         scale = ((high - low) / (2**bits - 1)).clamp(min=1e-8)
