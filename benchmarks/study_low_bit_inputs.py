@@ -178,7 +178,7 @@ def _wanted(given: list[Tensor], names: str, what: str) -> tuple[str, list[str]]
 def _outcome(told: str, answer: str, names: str, wanted: list[str]) -> str:
     if not told:
         return "not named" if answer != "good" else "good"
-    named, _, rest = told.partition(" in ")
+    named, _, rest = told.partition(" held in ")
     of = set(named.replace(" and ", ", ").split(", "))
     return "right" if of <= set(names) and any(one in rest for one in wanted) else "another named"
 

@@ -12,7 +12,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import LOSSY, MASK_UNSEEN, Quantity
+from attn_diag.results.quality import HELD_IN, LOSSY, MASK_UNSEEN, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -349,6 +349,7 @@ def _wrong_o(finding: SharedFinding) -> bool:
 def fault(finding: SharedFinding) -> str:
     """Whose fault it is; a bias that chance makes now and then may be that."""
     whose = "the kernel's fault" if finding.captured else "the fault of these roundings"
+    whose = "the fault of a kernel or cache below 16 bits" if HELD_IN in (finding.pattern or "") else whose
     return f"{whose}, or chance" if _may_be_chance(finding) else whose
 
 
@@ -375,6 +376,8 @@ def sure(finding: SharedFinding) -> str:
         return "certain: the exact result is finite there. The kernel is at fault."
     if finding.label == "wrong" and MASK_UNSEEN in (finding.pattern or ""):
         return "certain that no rounding does that; but dropout would, and is no fault of the kernel."
+    if finding.label == "wrong" and HELD_IN in (finding.pattern or ""):
+        return f"certain: {fault(finding)}, not the inputs'."
     if finding.label == "wrong":
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":

@@ -53,22 +53,23 @@ def same(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("of_q", "of_k", "of_v", "words"),
     [
-        (same, fp8, fp8, "k and v in FP8 (E4M3, scale 1)"),
+        (same, fp8, fp8, "k and v held in FP8 (E4M3, scale 1)"),
         (
             same, by("fp8"), by("fp8-row"),
-            "k in FP8 (E4M3, a scale for the head) and v in FP8 (E4M3, a scale for a row)",
+            "k held in FP8 (E4M3, a scale for the head) and v held in FP8 (E4M3, a scale for a row)",
         ),
-        (same, same, lambda x: fp8(x, 0.0217), "v in FP8 (E4M3, one scale, 0.010851)"),
-        (same, by("int8"), by("int8"), "k and v in INT8 (a scale for a row)"),
-        (same, by("int4-asymmetric"), same, "k in INT4 (a scale for 32 of a row and a zero point)"),
+        (same, same, lambda x: fp8(x, 0.0217), "v held in FP8 (E4M3, one scale, 0.010851)"),
+        (same, by("int8"), by("int8"), "k and v held in INT8 (a scale for a row)"),
+        (same, by("int4-asymmetric"), same, "k held in INT4 (a scale for 32 of a row and a zero point)"),
         (
             same, by("int4-asymmetric", elements="int2", block="32x1"),
             by("int4-asymmetric", elements="int2", block="32"),
-            "k in INT2 (a scale for 32 rows and a zero point) and v in INT2 (a scale for 32 of a row and a zero point)",
+            "k held in INT2 (a scale for 32 rows and a zero point) and v held in INT2 (a scale for 32 of a row and a zero "
+            "point)",
         ),
-        (by("int8"), by("int8"), same, "k and q in INT8 (a scale for a row)"),
-        (fp8, same, same, "q in FP8 (E4M3, scale 1)"),
-        (same, same, by("mxfp4", block="32x1"), "v in MXFP4 (a scale for 32 rows)"),
+        (by("int8"), by("int8"), same, "k and q held in INT8 (a scale for a row)"),
+        (fp8, same, same, "q held in FP8 (E4M3, scale 1)"),
+        (same, same, by("mxfp4", block="32x1"), "v held in MXFP4 (a scale for 32 rows)"),
         (same, same, same, ""),
     ],
 )  # fmt: skip
@@ -141,12 +142,14 @@ def test_an_fp8_cache_is_named_of_o_and_of_the_gradients_behind_it() -> None:
     out = Fp8Cache.apply(q, k, v)  # type: ignore[no-untyped-call]
     out.backward(do)
     tensors = {"o": out.detach(), "do": do, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    head = inspect(*(x.detach() for x in (q, k, v)), **tensors).captures[0].observations[0].heads[0]
+    found = inspect(*(x.detach() for x in (q, k, v)), **tensors)
+    assert "the fault of a kernel or cache below 16 bits" in found.report()
+    head = found.captures[0].observations[0].heads[0]
     told = {v.quantity: v.patterns[0].words for v in head.quantities if v.answer == "lossy"}
     assert set(told) == {"o", "dq", "dk", "dv"}
     for quantity, words in told.items():
         unit = "keys" if quantity in ("dk", "dv") else "rows"
-        assert words.startswith(f"all {unit} are what k and v in FP8 (E4M3, scale 1) give")
+        assert words.startswith(f"all {unit} are what k and v held in FP8 (E4M3, scale 1) give")
     assert head.verdict is not None
     assert any("give them as the kernel multiplies them" in text for text in head.verdict.suggestions)
     assert not any("wrong mathematics" in text for text in head.verdict.suggestions)
@@ -161,4 +164,4 @@ def test_check_says_what_o_of_two_bits_is() -> None:
 
     found = attn_diag.check(kernel, cases=["normal"], device="cpu")
     (failure,) = found.failures
-    assert "k and v in INT2 (a scale for 32 of a row and a zero point)" in failure.message
+    assert "k and v held in INT2 (a scale for 32 of a row and a zero point)" in failure.message

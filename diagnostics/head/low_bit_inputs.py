@@ -113,7 +113,7 @@ def find_held(
     head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, widened: str = "fp32",
     any_scale: bool = True,
 ) -> list[Held]:  # fmt: skip
-    """In what q, k and v were held that O shows, one after the other, with as many as are as likely in any place.
+    """In which formats q, k and v were held, as O shows.
 
     Args:
         head: The head; what is beside O is not looked at.
@@ -125,7 +125,7 @@ def find_held(
         any_scale: Also try scales that are not this head's own, which takes as long as all else.
 
     Returns:
-        What may have been held in what; empty: nothing shows.
+        The ways that O does not tell apart; empty: none shows.
     """
     return _Search(replace(head, do=None), observed, rows, numbers).run(noise, widened, any_scale=any_scale)
 

@@ -16,6 +16,7 @@ LOSSY = 1.25
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
+HELD_IN = "held in"  # a format below 16 bits
 """What such a pattern's words end with."""
 SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands")
 """Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q, k

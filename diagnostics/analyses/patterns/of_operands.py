@@ -13,7 +13,7 @@ from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.head.low_bit_inputs import NAMES, Held, find_held, held
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import Pattern
+from attn_diag.results.quality import HELD_IN, Pattern
 from attn_diag.results.wording import number, together
 
 _SAMPLE = 64
@@ -99,7 +99,7 @@ _FIELDS = {"o": "out", "dq": "dq", "dk": "dk", "dv": "dv"}
 
 
 def held_words(alike: Sequence[Held]) -> str:
-    """ "k and v in FP8 (E4M3, scale 1)"."""
+    """ "k and v held in FP8 (E4M3, scale 1)"."""
     every = list(dict.fromkeys(_in_words(one, scales=True) for one in alike))
     if len(every) > _FEW:
         every = list(dict.fromkeys(_in_words(one, scales=False) for one in alike))
@@ -114,7 +114,7 @@ def _in_words(formats: Held, *, scales: bool) -> str:
 
 
 def _each(named: Iterable[tuple[str, list[str]]]) -> list[str]:
-    return [f"{together(names)} in {words}" for words, names in named]
+    return [f"{together(names)} {HELD_IN} {words}" for words, names in named]
 
 
 def _give(formats: Held) -> str:
