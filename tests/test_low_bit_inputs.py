@@ -64,8 +64,8 @@ def same(x: Tensor) -> Tensor:
         (
             same, by("int4-asymmetric", elements="int2", block="32x1"),
             by("int4-asymmetric", elements="int2", block="32"),
-            "k held in INT2 (a scale for 32 rows and a zero point) and v held in INT2 (a scale for 32 of a row and a zero "
-            "point)",
+            "k held in INT2 (a scale for 32 rows and a zero point) and v held in INT2 (a scale for 32 of a row and "
+            "a zero point)",
         ),
         (by("int8"), by("int8"), same, "k and q held in INT8 (a scale for a row)"),
         (fp8, same, same, "q held in FP8 (E4M3, scale 1)"),
