@@ -46,6 +46,8 @@ _ANY_SCALE = (
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
+# BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
+_ARITHMETICS = "exact", "fp32", "fp32-reciprocal"
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,10 @@ class _Search:
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
         for name, one in found.items():
-            found[name] = self._nearest(found, name, replace(one, by=quantizer(one.by, values=widened)))
+            found[name] = self._nearest(found, name, [
+                replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
+                for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
+            ])  # fmt: skip
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
@@ -166,13 +171,15 @@ class _Search:
         ]
         return [dict(zip(found, every, strict=True)) for every in product(*alike)] if found else []
 
-    def _nearest(self, found: Held, name: str, widened: LowBitFormat) -> LowBitFormat:
-        """The format of one of those found, or that one rounded as it is widened, at the scale that leaves least."""
-        best, step = min((found[name], widened), key=lambda one: self.left({**found, name: one})), _NEAR / _FINER
+    def _nearest(self, found: Held, name: str, ways: Sequence[LowBitFormat]) -> LowBitFormat:
+        """The way of holding one of those found that leaves least, at the scale that does."""
+        step = _NEAR / _FINER
+        best = min(ways, key=lambda one: self.left({**found, name: one}))
+        tried = {way.by.values: way for way in (*ways, best)}.values()
         while best.own_scale and step > _FINEST:
-            near = [one.at(math.exp(step * i)) for one in (best, widened) for i in range(-_FINER, _FINER + 1)]
-            best = widened = min(near, key=lambda one: self.left({**found, name: one}))
-            step /= _FINER
+            near = [one.at(math.exp(step * i)) for one in tried for i in range(-_FINER, _FINER + 1)]
+            best = min(near, key=lambda one: self.left({**found, name: one}))
+            tried, step = [best], step / _FINER  # type: ignore[assignment]
         return best
 
     def left(self, formats: Held) -> float:
