@@ -175,11 +175,11 @@ class _Search:
         """The way of holding one of those found that leaves least, at the scale that does."""
         step = _NEAR / _FINER
         best = min(ways, key=lambda one: self.left({**found, name: one}))
-        tried = {way.by.values: way for way in (*ways, best)}.values()
+        tried = list({way.by.values: way for way in (*ways, best)}.values())
         while best.own_scale and step > _FINEST:
             near = [one.at(math.exp(step * i)) for one in tried for i in range(-_FINER, _FINER + 1)]
             best = min(near, key=lambda one: self.left({**found, name: one}))
-            tried, step = [best], step / _FINER  # type: ignore[assignment]
+            tried, step = [best], step / _FINER
         return best
 
     def left(self, formats: Held) -> float:

@@ -128,7 +128,11 @@ class CapturePatterns:
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
         output = verdict.quantity in _OUTPUTS
-        if verdict.declared is None and (output or verdict.quantity == "lse") and not (vanishes or _convinces(patterns)):
+        if (
+            verdict.declared is None
+            and (output or verdict.quantity == "lse")
+            and not (vanishes or _convinces(patterns))
+        ):
             shared = shared_error(evidence, math.sqrt(size)) if coarse and output else None
             shared = shared or self._held.pattern(
                 observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size)

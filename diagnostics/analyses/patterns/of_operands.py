@@ -1,4 +1,4 @@
-"""O, LSE, and gradients behind them, of q, k or v that were held in a format below 16 bits: a cache in FP8, keys in INT4."""
+"""O, and LSE and gradients with it, of q, k or v held in a format below 16 bits: a cache in FP8, keys in INT4."""
 
 from __future__ import annotations
 
