@@ -151,7 +151,7 @@ def run(seed: int) -> list[dict[str, Any]]:
         if head.head is None or verdict is None:
             continue
         words = next((p.words for p in verdict.patterns if p.kind == "operands"), "")
-        told = words.partition(" are what ")[2].partition(" give")[0]
+        told = words.partition(" what ")[2].partition(" give")[0]
         said.append(
             {
                 "seed": seed, "what": what, "names": names, "dtype": str(dtype)[6:], "length": length, "width": width,

@@ -46,6 +46,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, out: torch.dtype) -> Tensor:
     return made
 
 
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention without a mask with P_bar and O in BF16."""
+    scores = q.float() @ k.float().mT * D**-0.5
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (probs.bfloat16().float() @ v.float() / probs.sum(-1, keepdim=True)).bfloat16()
+
+
 def same(x: Tensor) -> Tensor:
     return x
 
@@ -149,7 +156,8 @@ def test_an_fp8_cache_is_named_of_o_and_of_the_gradients_behind_it() -> None:
     assert set(told) == {"o", "dq", "dk", "dv"}
     for quantity, words in told.items():
         unit = "keys" if quantity in ("dk", "dv") else "rows"
-        assert words.startswith(f"all {unit} are what k and v held in FP8 (E4M3, scale 1) give")
+        assert words.startswith(f"all {unit} are ")
+        assert "what k and v held in FP8 (E4M3, scale 1) give, " in words
     assert head.verdict is not None
     assert any("give them as the kernel multiplies them" in text for text in head.verdict.suggestions)
     assert not any("wrong mathematics" in text for text in head.verdict.suggestions)
@@ -165,3 +173,52 @@ def test_check_says_what_o_of_two_bits_is() -> None:
     found = attn_diag.check(kernel, cases=["normal"], device="cpu")
     (failure,) = found.failures
     assert "k and v held in INT2 (a scale for 32 of a row and a zero point)" in failure.message
+
+
+def test_codes_between_two_are_those_of_a_kernel_that_divides_in_fp32() -> None:
+    q, k, v = inputs(0, (1, 2, 512, D))
+    wide = k.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 448
+    out = scaled(q[:, :, :64], fp8(wide / scale) * scale, v)
+    for head in inspect(q[:, :, :64], k, v, o=out).captures[0].observations[0].heads:
+        (found,) = head.quantities[0].patterns
+        assert found.words == (
+            "all rows are what k held in FP8 (E4M3, a scale for a row) gives, and but for that as good as a "
+            "well-rounded kernel's"
+        )
+
+
+def test_lse_and_the_mean_of_o_are_not_blamed_for_a_cache() -> None:
+    q, k, v = inputs(0, (1, 2, T, D))
+    lse = (q.float() @ fp8(k.float()).mT * D**-0.5).logsumexp(-1)
+    given = {"o": scaled(q, fp8(k.float()), fp8(v.float())), "lse": lse}
+    verdict = None
+    for head in inspect(q, k, v, **given).captures[0].observations[0].heads:
+        told = {one.quantity: one.patterns[0].words for one in head.quantities}
+        assert told["lse"].startswith("all rows are what k held in FP8 (E4M3, scale 1) gives, and but for that as good")
+        verdict = head.verdict
+        assert verdict is not None
+        assert not any("Look for the site" in text or "look for scores" in text for text in verdict.suggestions)
+    assert verdict is not None
+    assert "biased" in verdict.labels
+
+
+def test_one_row_is_no_reason_to_ask_for_more_where_its_format_is_known() -> None:
+    q, k, v = inputs(0, (1, 4, 1024, D))
+    out = scaled(q[:, :, :1], by("int4-asymmetric")(k.double()).float(), v)
+    heads = inspect(q[:, :, :1], k, v, o=out).captures[0].observations[0].heads
+    named = [one.verdict for one in heads if one.quantities[0].patterns]
+    assert named
+    for verdict in named:
+        assert verdict is not None
+        assert verdict.labels == ("undecided",)
+        assert verdict.suggestions[0].startswith("q, k or v lost their bits")
+
+
+def test_a_second_fault_behind_a_cache_is_not_passed_over() -> None:
+    q, k, v = inputs(0, (1, 1, T, D))
+    out = scaled(1.02 * q.float(), fp8(k.float()), fp8(v.float()))
+    (verdict,) = inspect(q, k, v, o=out).captures[0].observations[0].heads[0].quantities
+    assert verdict.answer == "lossy"
+    assert verdict.patterns[0].words.startswith("all rows are near what k and v held in FP8 (E4M3, scale 1) give, ")
+    assert verdict.patterns[0].words.endswith(" times a well-rounded kernel's error off that")

@@ -4,7 +4,7 @@ Rounding q, k or v moves O by what no other rounding makes, as all rows share on
 the three moves O by itself, so that they are told one after the other: what a format makes of O, d, is right where the
 observed error e has d in it once, <e, d> / <d, d> is about 1, and no rounding that has nothing to do with d
 is as much along it: of n numbers that are independent, e has the part r^2 along d by chance with probability
-(1 - r^2)^(n/2).
+(1 - r^2)^(n/2). What a factor of O, or of the softmax scale, could make is taken off both before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from attn_diag.head.declared_ways import block_words
@@ -46,6 +47,8 @@ _ANY_SCALE = (
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
+# BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
+_ARITHMETICS = "exact", "fp32", "fp32-reciprocal"
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,17 @@ class _Search:
         self._block = block = reference_rows(head, rows)
         self._sloped = block.probs if block.slope is None else block.probs * block.slope
         self._effects = dict[tuple[str, LowBitFormat], Tensor]()
+        # A factor of O, or of the softmax scale, is no format's.
+        common = torch.stack([block.out.flatten(), self._effect("k", 2 * head.k).flatten()], 1)
+        self._common = torch.linalg.qr(common).Q
         self._gains = {name: self._gain(name) for name in NAMES}
 
     def run(self, noise: float, widened: str, *, any_scale: bool) -> list[Held]:
         """Of each in turn the format that most of what is left is along."""
         found, tried = dict[str, LowBitFormat](), dict[str, list[LowBitFormat]]()
         while len(found) < len(NAMES) and self.left(found) > noise:
-            error, open_ones = self._observed - self._out(found), [name for name in NAMES if name not in found]
+            error = self._apart(self._observed - self._out(found))
+            open_ones = [name for name in NAMES if name not in found]
             told = [one for name in open_ones for one in self._along(name, error)]
             if any_scale and not told:
                 told = [one for name in open_ones for one in self._any_scale(name, error)]
@@ -158,7 +165,10 @@ class _Search:
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
         for name, one in found.items():
-            found[name] = self._nearest(found, name, replace(one, by=quantizer(one.by, values=widened)))
+            found[name] = self._nearest(found, name, [
+                replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
+                for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
+            ])  # fmt: skip
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
@@ -166,18 +176,30 @@ class _Search:
         ]
         return [dict(zip(found, every, strict=True)) for every in product(*alike)] if found else []
 
-    def _nearest(self, found: Held, name: str, widened: LowBitFormat) -> LowBitFormat:
-        """The format of one of those found, or that one rounded as it is widened, at the scale that leaves least."""
-        best, step = min((found[name], widened), key=lambda one: self.left({**found, name: one})), _NEAR / _FINER
+    def _nearest(self, found: Held, name: str, ways: Sequence[LowBitFormat]) -> LowBitFormat:
+        """The way of holding one of those found that leaves least, at the scale that does, by factors as well."""
+        step = _NEAR / _FINER
+
+        def left(one: LowBitFormat) -> float:
+            return float((self._observed - self._out({**found, name: one})).square().sum())
+
+        best = min(ways, key=left)
+        tried = list({way.by.values: way for way in (*ways, best)}.values())
         while best.own_scale and step > _FINEST:
-            near = [one.at(math.exp(step * i)) for one in (best, widened) for i in range(-_FINER, _FINER + 1)]
-            best = widened = min(near, key=lambda one: self.left({**found, name: one}))
-            step /= _FINER
+            near = [one.at(math.exp(step * i)) for one in tried for i in range(-_FINER, _FINER + 1)]
+            best = min(near, key=left)
+            tried, step = [best], step / _FINER
         return best
 
     def left(self, formats: Held) -> float:
-        """The squared error that these leave."""
-        return float((self._observed - self._out(formats)).square().sum())
+        """The squared error that these leave, apart from factors of O and of the softmax scale."""
+        return float(self._apart(self._observed - self._out(formats)).square().sum())
+
+    def _apart(self, error: Tensor) -> Tensor:
+        """Without what a factor of O and of the softmax scale can make, [R Dv]."""
+        flat = error.flatten()
+        found: Tensor = flat - self._common @ (self._common.mT @ flat)
+        return found
 
     def _out(self, formats: Held) -> Tensor:
         return reference_rows(held(self._head, formats), self._rows).out if formats else self._block.out
@@ -220,7 +242,7 @@ class _Search:
         if not whole / _FAR <= expected <= whole * _FAR:
             return None
         if (name, fmt) not in self._effects:
-            self._effects[name, fmt] = self._effect(name, fmt.of(getattr(self._head, name)))
+            self._effects[name, fmt] = self._apart(self._effect(name, fmt.of(getattr(self._head, name))))
         effect = self._effects[name, fmt]
         size, along = float(effect.square().sum()), float((error * effect).sum())
         if not 0 < size < math.inf or not _ONCE[0] <= along / size <= _ONCE[1]:

@@ -127,8 +127,13 @@ class CapturePatterns:
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
-        if verdict.declared is None and verdict.quantity in _OUTPUTS and not (vanishes or _convinces(patterns)):
-            shared = shared_error(evidence, math.sqrt(size)) if coarse else None
+        output = verdict.quantity in _OUTPUTS
+        if (
+            verdict.declared is None
+            and (output or verdict.quantity == "lse")
+            and not (vanishes or _convinces(patterns))
+        ):
+            shared = shared_error(evidence, math.sqrt(size)) if coarse and output else None
             shared = shared or self._held.pattern(
                 observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size)
             )

@@ -1,4 +1,4 @@
-"""O, and gradients behind it, of q, k or v that were held in a format below 16 bits: a cache in FP8, keys in INT4."""
+"""O, and LSE and gradients with it, of q, k or v held in a format below 16 bits: a cache in FP8, keys in INT4."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class HeldOperands:
     def pattern(
         self, observation: str, batch: int, head: int, evidence: Callable[[], Evidence], quantity: str, factor: float
     ) -> Pattern | None:
-        """What O was made of, or of a gradient what O shows; None where nothing shows.
+        """What O was made of, or of LSE or a gradient what O shows; None where nothing shows.
 
         Args:
             observation, batch, head: Whose.
-            evidence: O or a gradient that is lossy, or wrong.
+            evidence: O, LSE or a gradient that is lossy, or wrong.
             quantity: Which.
             factor: Its error over a well-rounded kernel's.
         """
@@ -75,27 +75,31 @@ class HeldOperands:
 
 
 def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern | None:
-    """The pattern, where these formats explain the quantity."""
+    """The pattern, where these formats explain the quantity; V is not in LSE."""
+    if evidence.quantity == "lse":
+        alike = [{name: one for name, one in formats.items() if name != "v"} for formats in alike]
     rows = evidence.usable.nonzero()[:, 0]
     left = float((evidence.observed - _made(evidence, alike[0]))[rows].square().sum())
     explained = 1 - left / max(float(evidence.error[rows].square().sum()), 1e-300)
     if not explained >= _EXPLAINED:
         return None
     remaining = factor * math.sqrt(1 - explained)
-    rest = "and but for that as good as a well-rounded kernel's"
+    given = f"what {held_words(alike)} {_give(alike[0])}"
+    words = f"all {evidence.unit} are {given}, and but for that as good as a well-rounded kernel's"
     if remaining > AS_GOOD:
-        rest = f"which leaves {number(remaining)} times a well-rounded kernel's error"
-    words = f"all {evidence.unit} are what {held_words(alike)} {_give(alike[0])}, {rest}"
+        words = (
+            f"all {evidence.unit} are near {given}, {number(remaining)} times a well-rounded kernel's error off that"
+        )
     return Pattern("operands", words, explained, remaining)
 
 
 def _made(evidence: Evidence, formats: Held) -> Tensor:
     """The quantity that heads give whose q, k and v were held so."""
     found = [getattr(reference_of(held(one, formats)), _FIELDS[evidence.quantity]) for one in evidence.heads]
-    return torch.stack(found).sum(0)
+    return torch.stack(found).sum(0).reshape(evidence.observed.shape)
 
 
-_FIELDS = {"o": "out", "dq": "dq", "dk": "dk", "dv": "dv"}
+_FIELDS = {"o": "out", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv"}
 
 
 def held_words(alike: Sequence[Held]) -> str:

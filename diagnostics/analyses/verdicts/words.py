@@ -34,6 +34,7 @@ OPERANDS = (
     "q, k or v lost their bits before they were multiplied. Where that is meant (a cache in FP8), give them as the "
     "kernel multiplies them, code times scale: then all else is judged."
 )
+MEAN_OF_OPERANDS = "Bits that q, k or v lost make a mean error of O as well: test it again with q, k and v given so."
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
