@@ -50,7 +50,8 @@ def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention without a mask with P_bar and O in BF16."""
     scores = q.float() @ k.float().mT * D**-0.5
     probs = (scores - scores.amax(-1, keepdim=True)).exp()
-    return (probs.bfloat16().float() @ v.float() / probs.sum(-1, keepdim=True)).bfloat16()
+    found: Tensor = (probs.bfloat16().float() @ v.float() / probs.sum(-1, keepdim=True)).bfloat16()
+    return found
 
 
 def same(x: Tensor) -> Tensor:
