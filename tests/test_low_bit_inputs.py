@@ -223,3 +223,15 @@ def test_a_second_fault_behind_a_cache_is_not_passed_over() -> None:
     assert verdict.answer == "lossy"
     assert verdict.patterns[0].words.startswith("all rows are near what k and v held in FP8 (E4M3, scale 1) give, ")
     assert verdict.patterns[0].words.endswith(" times a well-rounded kernel's error off that")
+
+
+def test_a_head_is_not_told_what_another_one_holds_besides() -> None:
+    q, k, v = inputs(0, (1, 2, T, D))
+    q = 0.5 * q  # so that k's bits are the smaller part of O's error
+    held = fp8(k.float())
+    held[:, 1] = k[:, 1].float()
+    heads = inspect(q, k, v, o=scaled(q, held, fp8(v.float()))).captures[0].observations[0].heads
+    told = [one.quantities[0].patterns[0].words.partition(" what ")[2] for one in heads if one.head is not None]
+    assert [words.partition(" give")[0] for words in told] == [
+        "k and v held in FP8 (E4M3, scale 1)", "v held in FP8 (E4M3, scale 1)",
+    ]  # fmt: skip

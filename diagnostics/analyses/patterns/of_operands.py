@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attn_diag.results.wording import number, together
 _SAMPLE = 64
 # O is compared with what is not dropped out, and of so many scores and numbers: a search makes hundreds of versions.
 _MOST_SCORES, _MOST_NUMBERS = 2**27, 2**20
-# The search is made on so many heads of an observation that show nothing; what one showed is tried on all.
+# The search is made on so many heads of an observation that show nothing, or what others showed; that is tried on all.
 _MOST_ASKED = 3
 # So much of the squared error it explains, at least: P_bar may be in 8 bits as well.
 _EXPLAINED = 0.5
@@ -55,23 +55,34 @@ class HeldOperands:
         large = len(head.q) * len(head.k) > _MOST_SCORES or max(head.k.numel(), head.q.numel()) > _MOST_NUMBERS
         if large or any(one.dropout is not None for one in evidence.heads):
             return None
-        for alike in self._found[observation]:
-            if (pattern := _told(evidence, alike, factor)) is not None:
-                return pattern
-        if evidence.quantity != "o" or self._asked[observation] >= _MOST_ASKED:
-            return None
+        known, asked = self._found[observation], self._asked[observation]
+        found = [pattern for alike in known if (pattern := _told(evidence, alike, factor)) is not None]
+        best = min(found, key=_remaining, default=None)
+        if evidence.quantity != "o" or asked >= _MOST_ASKED or (best is not None and _remaining(best) <= LOSSY):
+            return best
         rows = evidence.usable.nonzero()[:, 0]
         rows = rows[torch.linspace(0, len(rows) - 1, min(_SAMPLE, len(rows)), device=rows.device).long()]
         noise = float(evidence.error[rows].square().sum()) * (LOSSY / factor) ** 2
-        numbers, first = evidence.dimensions(rows), not self._asked[observation]
-        widened = evidence.fmt.name if evidence.fmt.name in ("bf16", "fp16") else "fp32"
-        alike = find_held(head, evidence.observed[rows], rows, numbers, noise, widened=widened, any_scale=first)
-        pattern = _told(evidence, alike, factor) if alike else None
-        if pattern is None:
+        alike = find_held(
+            head, evidence.observed[rows], rows, evidence.dimensions(rows), noise,
+            widened=evidence.fmt.name if evidence.fmt.name in ("bf16", "fp16") else "fp32",
+            any_scale=not asked or bool(known),
+        )  # fmt: skip
+        own = _told(evidence, alike, factor) if alike else None
+        if own is None or _formats(alike) in map(_formats, known):
             self._asked[observation] += 1
-        else:
-            self._found[observation].append(alike)
-        return pattern
+        if own is None:
+            return best
+        known.append(alike)
+        return min([*found, own], key=_remaining)
+
+
+def _remaining(pattern: Pattern) -> float:
+    return pattern.remaining or 0.0
+
+
+def _formats(alike: Sequence[Held]) -> str:
+    return _in_words(alike[0], scales=False)
 
 
 def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern | None:
@@ -84,7 +95,7 @@ def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern |
     if not explained >= _EXPLAINED:
         return None
     remaining = factor * math.sqrt(1 - explained)
-    given = f"what {held_words(alike)} {_give(alike[0])}"
+    given = f"what {held_words(alike)} {'give' if len(alike[0]) > 1 else 'gives'}"
     words = f"all {evidence.unit} are {given}, and but for that as good as a well-rounded kernel's"
     if remaining > AS_GOOD:
         words = (
@@ -114,12 +125,4 @@ def _in_words(formats: Held, *, scales: bool) -> str:
     by_words = defaultdict[str, list[str]](list)
     for name in sorted(formats, key=NAMES.index):
         by_words[formats[name].words if scales else formats[name].format].append(name)
-    return together(_each(by_words.items()))
-
-
-def _each(named: Iterable[tuple[str, list[str]]]) -> list[str]:
-    return [f"{together(names)} {HELD_IN} {words}" for words, names in named]
-
-
-def _give(formats: Held) -> str:
-    return "give" if len(formats) > 1 else "gives"
+    return together([f"{together(names)} {HELD_IN} {words}" for words, names in by_words.items()])
