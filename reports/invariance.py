@@ -92,7 +92,8 @@ def _about(found: Invariance) -> str:
     b, h, t, d = found.shape
     kind = f"{found.operator}, scale {found.scale:g}"
     if found.operator is None:
-        kind = function_words(found.causal, found.scale, found.window, found.softcap)
+        each = found.alibi_slopes, found.sinks
+        kind = function_words(found.causal, found.scale, found.window, found.softcap, *each)
     return f"B={b} H={h} T={t} D={d} {found.dtype}, {kind}; {found.backend}; seed {found.seed}"
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from attn_diag.reports import layout, words
 from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.probe import ProbeFinding, ProbeReport
-from attn_diag.results.wording import function_words, number, percent, plural
+from attn_diag.results.wording import number, percent, plural
 
 _STYLES = {
     "exact": "green",
@@ -91,7 +91,7 @@ def _table(findings: list[ProbeFinding], title: str) -> Table | Text:
 
 def _legend(found: ProbeReport) -> str:
     assumed = found.assumptions
-    said = function_words(assumed.causal, assumed.scale, assumed.window, assumed.softcap)
+    said = assumed.said
     return (
         f"Assumed of fn: softmax(scale Q K^T) V with {said}; on N(0,1) "
         f"inputs its O is {percent(assumed.relative_error)} off. Error = O - float64 reference on the same "

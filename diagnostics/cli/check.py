@@ -107,7 +107,7 @@ def check(
              "--update": update, "--exact": exact, "--length": length,
              "--backward or --no-backward": backward is not None}
         )  # fmt: skip
-        stated = Stated.of(causal, scale, head_dim, limits.band(), limits.softcap)
+        stated = Stated.of(causal, scale, head_dim, **limits.stated())
         drawn = drawn_capture(stated, dtype=kind, head_dim=head_dim, seed=seed)
         started = [declaring(capture, declared) for capture in inputs or [drawn]]
         hunted = hunting.run(target, lambda: started, device=device, delivery=delivery)
@@ -116,7 +116,7 @@ def check(
         found = run(
             _subject(target), baseline=baseline, save=save, update=update, cases=listed(cases), captures=inputs,
             observation=observation, exact=exact, dtype=kind, causal=causal, head_dim=head_dim,
-            length=LENGTH if length is None else length, scale=scale, window=limits.band(), softcap=limits.softcap,
+            length=LENGTH if length is None else length, scale=scale, **limits.stated(),
             backward=backward, seed=seed, level=level,
             device=device, declared=declared, folder=hunting.out, progress=progress,
         )  # fmt: skip

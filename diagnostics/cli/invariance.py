@@ -66,7 +66,6 @@ def invariance(
     """
     import torch
 
-    from attn_diag.testing.invariance.invariance import DEFAULT_SHAPE
     from attn_diag.testing.invariance.invariance import invariance as run
 
     if dtype not in ("bf16", "fp16"):
@@ -91,8 +90,8 @@ def invariance(
     with progress_bar("arrangements") as progress:
         found = run(
             kernel, name=kernel, dtype=kind,
-            shape=DEFAULT_SHAPE if shape is None else shape_of(shape), causal=causal, scale=scale,
-            window=limits.band(), softcap=limits.softcap, backward=backward,
+            shape=None if shape is None else shape_of(shape), causal=causal, scale=scale, **limits.stated(),
+            backward=backward,
             only=listed(only), allow=listed(allow) or (), repeats=repeats, schedules=schedules, seed=seed,
             device=device, progress=progress,
         )  # fmt: skip

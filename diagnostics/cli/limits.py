@@ -1,9 +1,9 @@
-"""``--window`` and ``--softcap`` of the commands that call a kernel."""
+"""``--window``, ``--softcap``, ``--alibi-slopes`` and ``--sinks`` of the commands that call a kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from attn_diag.errors import InputError
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kernel leaves out of its softmax, besides what causality masks."""
+    """What a kernel makes of its scores, besides what causality masks."""
 
     window: Annotated[
         str | None,
@@ -24,13 +24,38 @@ class Limits:
         float | None, typer.Option("--softcap", metavar="C", help="Its scores are C tanh(scale q.k / C).")
     ] = None
 
+    alibi_slopes: Annotated[
+        str | None, typer.Option(metavar="S,S,…", help="Of a kernel with ALiBi: its slopes, one a head.")
+    ] = None
+    sinks: Annotated[
+        str | None, typer.Option(metavar="S,S,…", help="Of a kernel with attention sinks: their logits, one a head.")
+    ] = None
+
     def band(self) -> tuple[int, int] | None:
         """The window. Raises InputError for one that is none."""
         return window_of(self.window)
 
     def given(self) -> dict[str, object]:
         """What the command line says, by the option's name."""
-        return {"--window": self.window, "--softcap": self.softcap}
+        return {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
+
+    def stated(self) -> dict[str, Any]:
+        """As functions take them. Raises InputError for what is no window, or no numbers."""
+        each = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return {
+            "window": self.band(), "softcap": self.softcap, **{n: _numbers(n, given) for n, given in each.items()}
+        }  # fmt: skip
+
+
+def _numbers(name: str, given: str | None) -> list[float] | None:
+    """Numbers between commas. Raises InputError where one is none."""
+    if given is None:
+        return None
+    try:
+        return [float(part) for part in given.split(",")]
+    except ValueError:
+        option = f"--{name.replace('_', '-')}"
+        raise InputError(f"{option} must be numbers between commas, one a head, got {given!r}") from None
 
 
 def window_of(given: str | None) -> tuple[int, int] | None:

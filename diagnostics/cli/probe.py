@@ -27,9 +27,6 @@ def probe(
     causal: Annotated[str, typer.Option(help="What fn masks: none, top-left or bottom-right.")] = "none",
     scale: Annotated[float | None, typer.Option(help="What fn uses (default 1/sqrt(D)).")] = None,
     limits: Limits,
-    alibi_slopes: Annotated[
-        str | None, typer.Option(metavar="S,S,…", help="Of a kernel with ALiBi: its slopes, one a head.")
-    ] = None,
     probes: Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, separated by commas.")] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     fail_on: Annotated[
@@ -45,7 +42,6 @@ def probe(
     it is another function than was asked for (the command that is right is printed).
     """
     from attn_diag.results.probe import Label
-    from attn_diag.testing.probing.probe import DEFAULT_SHAPE
     from attn_diag.testing.probing.probe import probe as run
     from attn_diag.testing.target import DTYPES
 
@@ -57,21 +53,11 @@ def probe(
     with progress_bar("probes") as progress:
         found = run(
             target, name=target, dtype=dtypes[dtype], causal=causal,
-            shape=DEFAULT_SHAPE if shape is None else shape_of(shape), scale=scale, probes=listed(probes), seed=seed,
-            window=limits.band(), softcap=limits.softcap,
-            alibi_slopes=None if alibi_slopes is None else _numbers(alibi_slopes),
-            level=level, device=device, progress=progress,
+            shape=None if shape is None else shape_of(shape), scale=scale, probes=listed(probes), seed=seed,
+            **limits.stated(), level=level, device=device, progress=progress,
         )  # fmt: skip
     delivery.deliver(found)
     if found.outcome == "other-function":
         complain(f"no verdict: {found.summary[0]}")
         return 2
     return 1 if found.outcome == "fail" or wanted & found.labels else 0
-
-
-def _numbers(given: str) -> list[float]:
-    """Numbers between commas. Raises InputError where one is none."""
-    try:
-        return [float(part) for part in given.split(",")]
-    except ValueError:
-        raise InputError(f"--alibi-slopes must be numbers between commas, one a head, got {given!r}") from None

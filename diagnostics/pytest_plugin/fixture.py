@@ -35,6 +35,8 @@ class CheckOptions(TypedDict, total=False):
     causal: bool | str
     window: Sequence[int] | None
     softcap: float | None
+    alibi_slopes: Sequence[float] | torch.Tensor | None
+    sinks: Sequence[float] | torch.Tensor | None
     head_dim: int
     length: int
     scale: float | None

@@ -121,6 +121,10 @@ class Invariance(Result):
     """(left, right), inclusive, -1 unlimited; null: none."""
     softcap: Number | None = None
     """c of S = c tanh(alpha q.k / c); null: none."""
+    alibi_slopes: tuple[Number, ...] | None = None
+    """ALiBi's slopes, one a head; null: none."""
+    sinks: tuple[Number, ...] | None = None
+    """Logits of attention sinks, one a head; null: none."""
     schema: Literal["attn-diag-invariance"] = "attn-diag-invariance"
     schema_version: Literal[1] = 1
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from attn_diag.results.base import Number, Result, Tool
 from attn_diag.results.estimates import BiasEstimate
+from attn_diag.results.wording import function_words
 
 # "broken" is the older name of "nonfinite": new reports have both, older ones the first alone.
 Label = Literal[
@@ -148,6 +149,13 @@ class ProbeAssumptions:
     """(left, right), inclusive, -1 unlimited; null: none."""
     softcap: Number | None = None
     """c of S = c tanh(alpha q.k / c); null: none."""
+    sinks: tuple[Number, ...] | None = None
+    """Logits of attention sinks, one a head; null: none."""
+
+    @property
+    def said(self) -> str:
+        """The function in words."""
+        return function_words(self.causal, self.scale, self.window, self.softcap, self.alibi_slopes, self.sinks)
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,6 +26,8 @@ _SAME = 1e-6
 _FEWEST_DIGITS = 4
 # Chances below the one are not worth a figure in a sentence; above the other they are told in percent.
 _NEVER, _OFTEN = 1e-6, 0.05
+# Of more heads than these only the first are written out.
+_HEADS = 8
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -54,11 +56,21 @@ def yardstick(declared: str | None) -> str:
     return "a well-rounded kernel" if declared is None else f"the recipe {declared}"
 
 
-def function_words(causal: str, scale: float, window: Sequence[int] | None = None, softcap: float | None = None) -> str:
-    """Which attention a kernel is said to be: "causal top-left, scale 0.125, window 64,0, softcap 50"."""
+def function_words(
+    causal: str, scale: float, window: Sequence[int] | None = None, softcap: float | None = None,
+    alibi_slopes: Sequence[float] | None = None, sinks: Sequence[float] | None = None,
+) -> str:  # fmt: skip
+    """Which attention a kernel is said to be: "causal top-left, scale 0.125, window 64,0, softcap 50, sinks 1.5 0.2"."""
     band = [] if window is None else ["window {},{}".format(*window)]
     cap = [] if softcap is None else [f"softcap {softcap:g}"]
-    return ", ".join([f"causal {causal}", f"scale {scale:g}", *band, *cap])
+    each = [f"{n} {_of_heads(x)}" for n, x in (("ALiBi slopes", alibi_slopes), ("sinks", sinks)) if x is not None]
+    return ", ".join([f"causal {causal}", f"scale {scale:g}", *band, *cap, *each])
+
+
+def _of_heads(numbers: Sequence[float]) -> str:
+    """One number a head; of many the first ones."""
+    more = f" … ({len(numbers)} heads)" if len(numbers) > _HEADS else ""
+    return " ".join(f"{x:.4g}" for x in numbers[:_HEADS]) + more
 
 
 def times(factor: float | None) -> str:

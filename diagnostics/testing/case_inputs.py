@@ -48,7 +48,7 @@ class CaseInputs:
     sinks: Tensor | None = None
     """[Hq]: the logits of attention sinks."""
     alibi_slopes: Tensor | None = None
-    """[B, Hq] fp32: ALiBi's slopes."""
+    """[Hq] or [B, Hq] fp32: ALiBi's slopes."""
     alibi_origin: AlibiOrigin = "row"
     """What its distances are counted from."""
     dropout_mask: Tensor | None = None
@@ -71,7 +71,7 @@ class CaseInputs:
 
     def masking(self, batch: int, head: int, device: torch.device) -> Masking:
         """What one head sees, ALiBi included."""
-        slope = 0.0 if self.alibi_slopes is None else float(self.alibi_slopes[batch, head])
+        slope = 0.0 if self.alibi_slopes is None else float(self.alibi_slopes.expand(len(self.q), -1)[batch, head])
         alibi = Alibi(slope, self.alibi_origin) if slope else None
         return Masking(self.causal, self.window, self.head_mask(batch, head, device), self.positions, alibi)
 

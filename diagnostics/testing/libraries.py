@@ -154,7 +154,7 @@ def _flex(*, compiled: bool) -> Call:
         allowed = mask if mask is not None and mask.dtype == torch.bool else None
         added = mask if allowed is None else None
         alibi = Alibi(0.0, options.alibi_origin)
-        slopes = None if options.alibi_slopes is None else options.alibi_slopes.to(q.device)
+        slopes = None if options.alibi_slopes is None else options.alibi_slopes.to(q.device).expand(b, h)
         far = alibi.distances(at, slice(0, keys), keys).float().expand(rows, keys)
 
         def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_diag.testing.stated import Stated
+from attn_diag.testing.stated import PER_HEAD, Stated
 
 # What a run has by default, and its commands need not say.
 USUAL_SHAPE = (4, 4, 384, 64)
@@ -26,8 +26,6 @@ class Again:
     """What the kernel is said to compute."""
     shape: tuple[int, int, int, int] = USUAL_SHAPE
     """[B, H, T, D] of one call."""
-    slopes: tuple[float, ...] = ()
-    """ALiBi's, one a head; none."""
     check_length: int | None = None
     """T of check's inputs, where it is another than by default."""
 
@@ -40,9 +38,9 @@ class Again:
             "--scale": "" if math.isclose(said.scale, self.shape[3] ** -0.5) else f"{said.scale:.9g}",
             "--window": "" if said.window is None else "{},{}".format(*said.window),
             "--softcap": "" if said.softcap is None else f"{said.softcap:.9g}",
+            "--alibi-slopes": listed_numbers(said.alibi_slopes or ()),
+            "--sinks": listed_numbers(said.sinks or ()),
         }
-        if self.slopes:
-            own["--alibi-slopes"] = ",".join(f"{slope:.9g}" for slope in self.slopes)
         if name == "check":
             own["--head-dim"] = "" if self.shape[3] == USUAL_SHAPE[3] else str(self.shape[3])
             hunts = "--hunt" in given  # it tries lengths of its own
@@ -56,6 +54,11 @@ class Again:
         return f"attn_diag.{name}(fn{''.join(map(_keyword, [*options, *also]))})"
 
 
+def listed_numbers(numbers: Sequence[float]) -> str:
+    """As an option takes one number a head."""
+    return ",".join(f"{x:.9g}" for x in numbers)
+
+
 def _keyword(option: str) -> str:
     """An option of the command as a keyword of the function."""
     name, _, value = option.removeprefix("--").partition(" ")
@@ -64,8 +67,8 @@ def _keyword(option: str) -> str:
         return f", dtype=torch.{_TORCH[value]}"
     if name in ("shape", "window"):
         return f", {name}=({value.replace(',', ', ')})"
-    if name == "alibi_slopes":
-        return f", alibi_slopes=[{value.replace(',', ', ')}]"
+    if name in PER_HEAD:
+        return f", {name}=[{value.replace(',', ', ')}]"
     if name in ("probes", "only", "allow", "cases"):
         return f", {name}={value.split(',')!r}"
     if name == "out":

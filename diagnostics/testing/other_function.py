@@ -21,12 +21,13 @@ from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.bounded_mask import words_of
 from attn_diag.head.other_metadata import OtherMetadata, better_reading, scaled_reading
-from attn_diag.head.other_slopes import usual_slopes, with_other_slopes
+from attn_diag.head.other_sinks import with_other_sinks
+from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import out_fit
 from attn_diag.reference import Masking, format_of
 from attn_diag.results.wording import function_words, number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.next_command import Again
+from attn_diag.testing.next_command import Again, listed_numbers
 from attn_diag.testing.stated import stated_words
 from attn_diag.testing.target import MisfitError, Target
 
@@ -64,13 +65,13 @@ class OtherFunction:
     """What says so in Python, where the command has no option for it."""
     of_mask: bool = False
     """Whether it is keys that are hidden, or shown, of the call by itself."""
-    usual_slopes: bool = False
-    """Whether it has ALiBi's usual slopes, of which nothing was said."""
+    estimated: bool = False
+    """Whether what the options say was read off O, and is known to some digits alone."""
 
     @property
     def known(self) -> bool:
         """Whether what it computes is known, and only not what was stated."""
-        return bool(self.options or self.call or self.usual_slopes)
+        return bool(self.options or self.call)
 
     def sentence(self, case: CaseInputs) -> str:
         """All of it, of that case."""
@@ -81,16 +82,11 @@ class OtherFunction:
         )
 
     def again(self, name: str, asked: Again, also: Sequence[str] = ()) -> str | None:
-        """The command ``name`` with what is right, or a call that is; None where nothing is known that fits.
-
-        ALiBi's slopes are an option of ``probe`` alone.
-        """
-        if self.usual_slopes:
-            slopes = ",".join(f"{slope:.9g}" for slope in usual_slopes(asked.shape[1]))
-            return replace(asked, check_length=None).command("probe", [f"--alibi-slopes {slopes}"])
-        if self.call is not None:
+        """The command ``name`` with what is right, or a call that is; None where nothing is known that fits."""
+        if self.call is not None or not self.options:
             return self.call
-        return asked.command(name, [*self.options, *also]) if self.options else None
+        command = asked.command(name, [*self.options, *also])
+        return f"{command} (with the kernel's own: these are read off O)" if self.estimated else command
 
 
 def fit_of(
@@ -116,8 +112,8 @@ def fit_of(
     reading = better_reading(capture, DEFAULT_OBSERVATION, device, stated)
     if reading is not None:
         return stated.error, _of_reading(capture, reading, stated.error)
-    if (slopes := wrong_slopes(case, o, device)) is not None:
-        return stated.error, slopes
+    if (numbers := wrong_numbers(case, o, device)) is not None:
+        return stated.error, numbers
     words = None if target is None else mask_fault(case, target)
     if target is not None and words is not None and case.window is None and words.startswith(_whole_mask(case)):
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
@@ -152,21 +148,29 @@ def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
     return None if reading is None else _of_reading(capture, reading, stated.error)
 
 
-def wrong_slopes(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
-    """The other ALiBi slopes that take most of O's error away; None where none do, or neither has any."""
+def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
+    """The other ALiBi slopes, or sinks, that take most of O's error away; None where none do."""
     capture = _capture(case, o)
     stated = out_fit(capture, DEFAULT_OBSERVATION, device)
     if stated is None:
         return None
-    fits = [(out_fit(other, DEFAULT_OBSERVATION, device), words) for words, other in with_other_slopes(capture)]
-    known = [(fit.error, words) for fit, words in fits if fit is not None and fit.ok]
+    others = [("alibi_slopes", *found) for found in with_other_slopes(capture)]
+    others += [("sinks", *found) for found in with_other_sinks(capture, DEFAULT_OBSERVATION, device)]
+    fits = [(out_fit(other, DEFAULT_OBSERVATION, device), name, words, other) for name, words, other in others]
+    known = [(fit.error, *rest) for fit, *rest in fits if fit is not None and fit.ok]
     if not known:
         return None
-    error, words = min(known)
+    error, name, words, other = min(known, key=lambda one: one[0])
     if not (error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision):
         return None
-    usual = case.alibi_slopes is None
-    return OtherFunction(stated.error, f"has {words}", "them stated" if usual else None, usual_slopes=usual)
+    if getattr(case, name) is not None:
+        return OtherFunction(stated.error, f"has {words}")
+    numbers = other.tensors[name][...].flatten()[: case.q.shape[1]].tolist()
+    estimated = name == "sinks"
+    told = listed_numbers([float(number(x, 3)) for x in numbers] if estimated else numbers)
+    option = f"--{name.replace('_', '-')} {told}"
+    words = words.replace("the capture does not state", "are not stated")
+    return OtherFunction(stated.error, f"has {words}", "them stated", (option,), estimated=estimated)
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:

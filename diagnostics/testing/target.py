@@ -22,6 +22,7 @@ from attn_diag.kernels import PRESETS, Recipe, RecipeNotSupportedError, check_su
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES, SDPA
 from attn_diag.testing.names import imported
+from attn_diag.testing.stated import PER_HEAD
 from attn_diag.testing.user_function import Function
 from attn_diag.work import map_in_order
 
@@ -131,6 +132,10 @@ class Target:
     def takes(self) -> Collection[str]:
         """What a user's function is told of a call by name."""
         return self.fn.takes if isinstance(self.fn, Function) else ()
+
+    def own_numbers(self, case: CaseInputs) -> list[str]:
+        """What of a case's slopes and sinks, one a head, the kernel has of its own and is not told."""
+        return [n for n in PER_HEAD if self.fixed and n not in self.takes and getattr(case, n) is not None]
 
     def call(self, inputs: CaseInputs, *, gradients: bool = False, place: PlaceOf = lambda _, x: x) -> Returned:
         """Call it once, without autograd or with it.

@@ -39,7 +39,7 @@ from attn_diag.work import Progress
 
 DEFAULT_BUDGET_S, DEFAULT_LIMIT_S = 300.0, 120.0
 # What can be said of a call whose inputs are drawn.
-_DRAWN = {"causal", "scale", "window", "softcap", "dropout_p", "declared"}
+_DRAWN = {"causal", "scale", "window", "softcap", "alibi_slopes", "sinks", "dropout_p", "declared"}
 _MOST_WORKERS = 8
 # The first case is no longer, and of no more heads: hundreds of its kind are judged.
 _LENGTH, _HEADS, _DIM = 128, 8, 64
@@ -74,8 +74,8 @@ def hunt(
         kernels: A library's name ("sdpa:flash", "flash_attn_4", …), a recipe's, "MODULE:FUNCTION", a function of a
             module with mask and scale of its own, "installed", or several of these.
         source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these; None:
-            normal numbers, D 64, with ``causal``, ``scale``, ``window``, ``softcap`` and ``dropout_p`` of the call (and
-            a mask for that).
+            normal numbers, D 64, with ``causal``, ``scale``, ``window``, ``softcap``, ``alibi_slopes`` and ``sinks`` (one
+            a head) and ``dropout_p`` of the call (and a mask for that).
         k, v: Of the call.
         folder: Where the smallest cases go, each a capture and a script that runs it; None: nowhere.
         only: Only these axes: head size, group, mask, length, values, layout, dtype, batch, key heads.
@@ -100,8 +100,9 @@ def hunt(
                 f"second argument (source), and of a call's tensors q, k and v go with the others"
             )
         stated = Stated.of(
-            call.get("causal") or "none", call.get("scale"), _DIM, call.get("window"), call.get("softcap")
-        )
+            call.get("causal") or "none", call.get("scale"), _DIM, call.get("window"), call.get("softcap"),
+            call.get("alibi_slopes"), call.get("sinks"),
+        )  # fmt: skip
         drawn = drawn_capture(stated, seed=seed, dropout_p=call.get("dropout_p"))
         captures = [declaring(drawn, call.get("declared"))]
     else:
@@ -116,11 +117,13 @@ def drawn_capture(
     stated: Stated | None = None, *, dtype: torch.dtype = torch.bfloat16, head_dim: int = _DIM, seed: int = 0,
     dropout_p: float | None = None,
 ) -> Capture:  # fmt: skip
-    """N(0,1) inputs of two heads, where there is no capture to start from; with dropout also which are kept."""
+    """N(0,1) inputs of two heads, or as many as are stated, where there is no capture to start from; with dropout also
+    which are kept."""
     stated = stated or Stated.of(False, None, head_dim)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v, do = (torch.randn(1, 2, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
-    kept = torch.rand(1, 2, _LENGTH, _LENGTH, generator=generator) >= dropout_p if dropout_p else None
+    heads = stated.heads or 2
+    q, k, v, do = (torch.randn(1, heads, _LENGTH, head_dim, generator=generator).to(dtype) for _ in range(4))
+    kept = torch.rand(1, heads, _LENGTH, _LENGTH, generator=generator) >= dropout_p if dropout_p else None
     case = stated.case("normal numbers", q, k, v, do, dropout_mask=kept, dropout_p=dropout_p or None)
     return replace(case.captured({}), source=case.name)
 
@@ -165,7 +168,7 @@ def hunt_captures(
     for capture in captures:
         material = Material.of(capture)
         for name in named:
-            job = _Job(name, material, axes, where, budget_s, limit_s, seed, target, progress)
+            job = _Job(name, material.of_kernel(name, where), axes, where, budget_s, limit_s, seed, target, progress)
             found.append(job.run())
     kept = str(target) if target is not None and any(f.capture for h in found for f in h.findings) else None
     return Hunt(describe_tool(where), tuple(found), limit_s, budget_s, kept, tuple(unreadable))
@@ -214,8 +217,11 @@ class _Job:
         """The capture with fewer heads and rows."""
         whole = self.material.as_captured
         group = min(whole.group, _HEADS)
+        key_heads = min(whole.key_heads, 2 if group == 1 else 1)
+        if self.material.heads:  # which are then as they are
+            group, key_heads = whole.group, whole.key_heads
         return replace(
-            whole, batch=1, group=group, key_heads=min(whole.key_heads, 2 if group == 1 else 1),
+            whole, batch=1, group=group, key_heads=key_heads,
             rows=min(whole.rows, _LENGTH), keys=min(whole.keys, _LENGTH),
         )  # fmt: skip
 

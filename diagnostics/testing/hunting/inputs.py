@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from attn_diag.results.wording import number
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.hunting.layouts import TENSORS, fitted
 from attn_diag.testing.regression.cases import case_of_capture
+from attn_diag.testing.target import Target
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
@@ -96,6 +98,8 @@ class Material:
 
     capture: Capture
     case: CaseInputs
+    heads: int | None = None
+    """How many query heads a variant must have; None: any."""
 
     @classmethod
     def of(cls, capture: Capture) -> Material:
@@ -106,6 +110,16 @@ class Material:
         if case.q.dtype not in _NAMES:
             raise InputError(f"{capture.source}: a hunt needs inputs in {', '.join(TORCH)}, got {case.q.dtype}")
         return cls(capture, case)
+
+    def of_kernel(self, name: str, device: torch.device) -> Material:
+        """For a kernel; a function that has slopes or sinks of its own may have others for another number of heads."""
+        case = self.case
+        if case.alibi_slopes is None and case.sinks is None:
+            return self
+        with suppress(InputError):  # which the worker's call tells
+            target = Target.of(name, dtype=case.q.dtype, head_dim=case.q.shape[3], device=device)
+            return replace(self, heads=case.q.shape[1]) if target.own_numbers(case) else self
+        return self
 
     @property
     def as_captured(self) -> Variant:
@@ -119,6 +133,8 @@ class Material:
     def build(self, variant: Variant) -> CaseInputs:
         """The inputs of a variant, contiguous. Raises InputError where its numbers do not fit its format."""
         case, (b, hk, d) = self.case, (variant.batch, variant.key_heads, variant.head_dim)
+        if self.heads not in (None, hk * variant.group):
+            raise InputError(f"its slopes or sinks are its own, one a head: of {self.heads} heads alone")
         hq, dv = hk * variant.group, case.v.shape[3] if d == case.q.shape[3] else d
         shapes = {"q": (b, hq, variant.rows, d), "k": (b, hk, variant.keys, d), "v": (b, hk, variant.keys, dv)}
         shapes["do"] = (b, hq, variant.rows, dv)

@@ -78,9 +78,11 @@ from {module} import {function}
 
 
 def kernel(q, k, v):
-    told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0, "sinks": SINKS}}
+    slopes = None if SLOPES is None else SLOPES.to(q.device)
+    told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0, "sinks": SINKS, "alibi_slopes": slopes}}
     takes = signature(getattr({function}, "forward", {function})).parameters
-    found = {function}(q, k, v, **{{name: told[name] for name in told if name in takes}})
+    known = [n for n in told if n in takes and (told[n] is not None or takes[n].default in (None, takes[n].empty))]
+    found = {function}(q, k, v, **{{name: told[name] for name in known}})
     return found[0] if isinstance(found, (tuple, list)) else found
 """
 # A recipe, or a library whose interface takes more than a call: through attn_diag.

@@ -22,9 +22,8 @@ LOUD = 37.0
 TILE = 128
 # The score of a key that must not count: exp(-300) is 0 in fp32.
 _HIDDEN_SCORE = -300.0
-_WINDOW_ALONE = (
-    "which keys the window of fewer rows holds is not stated (a causal mask, top-left or bottom-right, does)"
-)
+_PLACES = "where fewer rows stand among the keys is not stated (a causal mask, top-left or bottom-right, does)"
+_OF_HEADS = "every head has a slope or a sink of its own"
 
 # (quantity, tensor) -> the part that is compared, in the order of the other call; None: not compared.
 Part = Callable[[str, Tensor], Tensor | None]
@@ -87,6 +86,17 @@ class Setting:
         b = self.base
         do = None if b.do is None else change(b.do)
         return replace(b, q=change(b.q), k=change(b.k), v=change(b.v), do=do if also is None else also)
+
+    @property
+    def needs_places(self) -> bool:
+        """Whether what fewer rows give depends on where they stand among all keys, which nothing states."""
+        b = self.base
+        return b.causal == "none" and (b.window is not None or b.alibi_slopes is not None)
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether the heads compute functions of their own."""
+        return self.base.alibi_slopes is not None or self.base.sinks is not None
 
     def loud(self, like: Tensor) -> Tensor:
         """Other numbers, larger ones."""
@@ -213,7 +223,7 @@ def _memory(s: Setting) -> list[Path] | str:
 def _padding(s: Setting) -> list[Path] | str:
     length, base = s.base.q.shape[2], s.base
     if not hides_appended(base):
-        return f"no score hides a key below a softcap of {HIDING_CAP:g}"
+        return f"no score hides a key below a softcap of {HIDING_CAP:g}, or with slopes below 0"
     more = TILE - length % TILE
     if sees_ahead(base):
         # Rows are such that they do not see keys with one large number.
@@ -247,6 +257,8 @@ def _padding(s: Setting) -> list[Path] | str:
 def _permuted_heads(s: Setting) -> list[Path] | str:
     if s.base.q.shape[1] < 2:
         return "there is one head"
+    if s.heads_differ:
+        return _OF_HEADS
     return [Path("in reverse", s.changed(lambda x: x.flip(1)), _every(lambda x: x.flip(1)))]
 
 
@@ -270,7 +282,7 @@ def _batch_size(s: Setting) -> list[Path]:
         found.append(Path("1 item", s.changed(lambda x: x[:1]), whole, _every(lambda x: x[:1])))
     twice: Callable[[Tensor], Tensor] = lambda x: torch.cat([x, x.flip(0)])  # noqa: E731 - used for both calls
     found.append(Path(f"{2 * count} items", s.changed(twice), whole, _every(twice)))
-    if heads > 1:
+    if heads > 1 and not s.heads_differ:
         found.append(Path("1 item, 1 head", s.changed(lambda x: x[:1, :1]), whole, _every(lambda x: x[:1, :1])))
     return found
 
@@ -278,14 +290,14 @@ def _batch_size(s: Setting) -> list[Path]:
 def _solo_row(s: Setting) -> list[Path] | str:
     if s.base.causal == "top-left":
         return "a single row sees the first key alone (mask top-left)"
-    if s.base.window is not None and s.base.causal == "none":
-        return _WINDOW_ALONE
+    if s.needs_places:
+        return _PLACES
     return [_chunk(s, row, row + 1, f"row {row} with its keys") for row in _places(s.base.q.shape[2])]
 
 
 def _chunks(s: Setting) -> list[Path] | str:
-    if s.base.window is not None and s.base.causal == "none":
-        return _WINDOW_ALONE
+    if s.needs_places:
+        return _PLACES
     length = s.base.q.shape[2]
     half = length // 2
     found = [_chunk(s, 0, half, f"rows 0-{half - 1}")]

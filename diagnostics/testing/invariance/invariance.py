@@ -29,7 +29,7 @@ from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
-from attn_diag.testing.stated import Stated
+from attn_diag.testing.stated import PER_HEAD, PerHead, Stated, fitting
 from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, NoGradientError, Target
 from attn_diag.work import Progress
 
@@ -48,10 +48,12 @@ def invariance(
     kernel: Attention | str | Recipe,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    shape: Sequence[int] = DEFAULT_SHAPE,
+    shape: Sequence[int] | None = None,
     causal: bool | str = "none",
     window: Sequence[int] | None = None,
     softcap: float | None = None,
+    alibi_slopes: PerHead = None,
+    sinks: PerHead = None,
     scale: float | None = None,
     backward: bool | None = None,
     only: Sequence[str] | None = None,
@@ -74,10 +76,13 @@ def invariance(
             ("sdpa:flash", "flex_attention", "flash_attn_4", …); "MODULE:FUNCTION"; a recipe or its name, which is
             emulated. A kernel with an option ``num_splits`` is called with several.
         dtype: torch.bfloat16 or torch.float16.
-        shape: B, H, T, D of the call.
+        shape: B, H, T, D of the call; by default 3, 4, 333, 64, with as many heads as there are slopes or sinks.
         causal: What the kernel masks: "none" or False; "top-left" or True; "bottom-right".
         window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
         softcap: c, where its scores are c tanh(alpha q.k / c).
+        alibi_slopes: Of a kernel with ALiBi, one slope a head: what it adds to the score of query i and key j is
+            -slope |i - j|. A function with a parameter of that name is given them, another has these of its own.
+        sinks: Likewise of a kernel with attention sinks, one logit a head, which joins the softmax's sum.
         scale: What it multiplies scores by; by default 1/sqrt(D).
         backward: None compares gradients where autograd gives them, True demands them, False leaves them out.
         only: Names out of ``attn_diag.testing.invariance.arrangements.ARRANGEMENTS``; by default all.
@@ -99,11 +104,13 @@ def invariance(
     if dtype not in RECIPE_DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in RECIPE_DTYPES)
         raise InputError(f"dtype must be one of {known}, got {dtype}: differences are held to recipes known for these")
+    shape = shape or fitting(DEFAULT_SHAPE, alibi_slopes, sinks)
     if len(shape) != 4 or any(not isinstance(n, int) or n < 1 for n in shape) or shape[2] < 4 or shape[3] < 8:
         raise InputError(f"shape must be B, H, T, D with T of at least 4 and D of at least 8, got {shape}")
     chosen = [ARRANGEMENTS[n] for n in choose_names("arrangement", only, ARRANGEMENTS)]
     choose_names("arrangement", allow, ARRANGEMENTS)
-    where, stated = pick_device(device), Stated.of(causal, scale, shape[3], window, softcap)
+    stated = Stated.of(causal, scale, shape[3], window, softcap, alibi_slopes, sinks, heads=shape[1])
+    where = pick_device(device)
     target = Target.of(kernel, name, dtype=dtype, head_dim=shape[3], device=where)
     generator = torch.Generator().manual_seed(zlib.crc32(f"invariance {seed}".encode()))
     q, k, v, do = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(4))
@@ -185,6 +192,8 @@ class _Run:
             scale=base.scale,
             window=base.window,
             softcap=base.softcap,
+            alibi_slopes=self.again.stated.alibi_slopes,
+            sinks=self.again.stated.sinks,
             seed=seed,
             outcome=outcome,
             headline=headline,
@@ -276,7 +285,8 @@ class _Run:
         group = inputs.q.shape[1] // inputs.k.shape[1]
         item, kv = slice(batch, batch + 1), head // group
         one, key = (item, slice(head, head + 1)), (item, slice(kv, kv + 1))
-        alone = replace(inputs, q=inputs.q[one], k=inputs.k[key], v=inputs.v[key], do=None)
+        own = {n: None if (x := getattr(inputs, n)) is None else x[head : head + 1] for n in PER_HEAD}
+        alone = replace(inputs, q=inputs.q[one], k=inputs.k[key], v=inputs.v[key], do=None, **own)
         capture = alone.captured({"o": outputs["o"][one]})
         found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)
         if found is None:

@@ -29,7 +29,7 @@ from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_
 from attn_diag.testing.probing.inputs import Draw, ProbeCase
 from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
 from attn_diag.testing.probing.search import Suspect, found_suspect
-from attn_diag.testing.stated import HIDING_CAP, Stated, hides_appended
+from attn_diag.testing.stated import HIDING_CAP, PerHead, Stated, fitting, hides_appended
 from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 from attn_diag.work import Progress
 
@@ -53,16 +53,17 @@ def probe(
     fn: Attention | str | Recipe,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    shape: Sequence[int] = DEFAULT_SHAPE,
+    shape: Sequence[int] | None = None,
     causal: bool | str = "none",
     window: Sequence[int] | None = None,
     softcap: float | None = None,
+    alibi_slopes: PerHead = None,
+    sinks: PerHead = None,
     scale: float | None = None,
     device: str = "auto",
     level: float = 0.01,
     seed: int = 0,
     probes: Sequence[str] | None = None,
-    alibi_slopes: Sequence[float] | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> ProbeReport:
@@ -77,21 +78,25 @@ def probe(
             in natural logarithm. It is assumed to compute softmax(scale Q K^T) V; that is checked. What else
             ``attn_diag.check`` takes by name serves too; a recipe is emulated, which needs no GPU.
         dtype: torch.bfloat16, torch.float16 or torch.float32 (not for recipes).
-        shape: B, H, T, D of a call. Where B H < 16, several are made, so that 16 heads are independent. (The probe
-            "length" calls fn with T + 128 rows and keys, "batch" with one head, and with 2 B.)
+        shape: B, H, T, D of a call; by default 4, 4, 384, 64, with as many heads as there are slopes or sinks. Where
+            B H < 16, several are made, so that 16 heads are independent. (The probe "length" calls fn with
+            T + 128 rows and keys, "batch" with one head, and with 2 B.)
         causal: What fn masks: "none" or False; "top-left", "bottom-right" or True (the same, for Tq = Tk).
         window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
         softcap: c, where its scores are c tanh(alpha q.k / c). The normaliser's probes are left out, "one-hot" below a
             cap of 5, and "length" below one of 30 without a causal mask.
+        alibi_slopes: Of a kernel with ALiBi, one slope a head: what it adds to the score of query i and key j is
+            -slope |i - j|. A recipe, and a function with a parameter of that name, is given them; another function has
+            slopes of its own, which must be these. The probes "batch", "constant-rows" and the normaliser's are left
+            out.
+        sinks: Likewise of a kernel with attention sinks, one logit a head, which joins the softmax's sum. The probes
+            "batch" and the normaliser's are left out.
         scale: What fn multiplies scores by; by default 1/sqrt(D).
         device: auto, cpu or cuda.
         level: Of the tests after Benjamini-Hochberg.
         seed: Of the inputs.
         probes: Names out of ``attn_diag.testing.probing.catalogue.PROBES``; by default all, and the gradients.
             float32 has no cast of P_bar for the normaliser's.
-        alibi_slopes: Of a kernel with ALiBi, one slope a head: what it adds to the score of query i and key j is
-            -slope |i - j|. A recipe is given them; a function has slopes of its own, which must be these. The probes
-            "batch", "constant-rows" and the normaliser's are left out.
         name: What the report calls fn.
         progress: Called with (done, total) after each probe.
 
@@ -101,14 +106,14 @@ def probe(
             the probe).
     """
     where = pick_device(device)
+    shape = shape or fitting(DEFAULT_SHAPE, alibi_slopes, sinks)
     _require_usable(dtype, shape, level)
-    slopes = _slopes(alibi_slopes, shape[1])
     batch, heads, length, dim = shape
-    stated = Stated.of(causal, scale, dim, window, softcap)
+    stated = Stated.of(causal, scale, dim, window, softcap, alibi_slopes, sinks, heads=heads)
     target = Target.of(fn, name, dtype=dtype, head_dim=dim, device=where)
     draw = Draw(batch, heads, length, dim, dtype, stated, torch.Generator().manual_seed(seed))
-    chosen = _suited(choose(probes), draw, by_name=probes is not None, with_slopes=slopes is not None)
-    run = _Run(target, draw, slopes, rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
+    chosen = _suited(choose(probes), draw, by_name=probes is not None)
+    run = _Run(target, draw, rounds=-(-MIN_HEADS // (batch * heads)), level=level, seed=seed)
     assumptions, other = run.check_assumptions()
     findings: list[ProbeFinding] = []
     # Of another function every figure would be about the difference of the two.
@@ -153,8 +158,6 @@ def probe(
 class _Run:
     target: Target
     draw: Draw
-    slopes: Tensor | None
-    """[H], fp32."""
     rounds: int
     level: float
     seed: int
@@ -169,7 +172,7 @@ class _Run:
         said = self.draw.stated
         found = ProbeAssumptions(
             said.scale, said.causal, error, other is None and error is not None, window=said.window,
-            softcap=said.softcap, alibi_slopes=None if self.slopes is None else tuple(self.slopes.tolist()),
+            softcap=said.softcap, alibi_slopes=said.alibi_slopes, sinks=said.sinks,
         )  # fmt: skip
         return (found, None) if other is None else (replace(found, fits=other.fits, words=other.words), other)
 
@@ -178,7 +181,7 @@ class _Run:
         self.draw.generator.manual_seed(zlib.crc32(f"{self.seed} assumptions".encode()))
         case = _built("normal", inputs.normal, self.draw)
         v = case.values[0]
-        given = self._case("normal", case.q, case.k, v)
+        given = self.draw.stated.case("normal", case.q, case.k, v)
         return given, self._call("normal", case.q, case.k, v)[0]
 
     def outcome(self, findings: tuple[ProbeFinding, ...], other: OtherFunction | None, *, named: bool) -> ProbeOutcome:
@@ -187,8 +190,7 @@ class _Run:
         fine = next(t for t, name in DTYPES.items() if name == self.out_dtype)
         unit = 2.0 ** (format_of(fine).precision - format_of(d.dtype).precision)
         shape = (d.batch, d.heads, d.length, d.head_dim)
-        slopes = () if self.slopes is None else tuple(self.slopes.tolist())
-        asked = Again(self.target.name if named else None, DTYPES[d.dtype], d.stated, shape, slopes)
+        asked = Again(self.target.name if named else None, DTYPES[d.dtype], d.stated, shape)
 
         def search(of_l: bool) -> Suspect | None:
             given, seen = self.normal_call()
@@ -203,7 +205,7 @@ class _Run:
         for _ in range(self.rounds):
             case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
-            given = self._case(item.name, case.q, case.k, case.values[0])
+            given = self.draw.stated.case(item.name, case.q, case.k, case.values[0])
             measured += measure_case(case, outputs, given, self.target.device)
         size = sum(h.size for h in measured)
         predicted = [sum(p) / size for p in zip(*(h.predicted for h in measured if h.predicted), strict=True) if size]
@@ -259,15 +261,10 @@ class _Run:
         found = replace(found, labels=labels + found.labels if found.differing or not labels else labels)
         return replace(found, words=verdict.invariance_words(found))
 
-    def _case(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> CaseInputs:
-        """A call; of as many heads as there are slopes."""
-        slopes = None if self.slopes is None else self.slopes.expand(q.shape[0], -1)
-        return self.draw.stated.case(name, q, k, v, alibi_slopes=slopes)
-
     def _call(self, probe_name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """O, and L where it came too, on the target's device. Raises InputError, naming the probe, for no such O."""
         where = f"probe '{probe_name}': {self.target.name}"
-        given = self._case(probe_name, q, k, v)
+        given = self.draw.stated.case(probe_name, q, k, v)
         try:
             found = self.target.call(given)
             found.require_untouched()
@@ -330,19 +327,6 @@ def _accuracy_labels(found: ProbeFinding) -> tuple[Label, ...]:
     return labels or ("within-rounding" if found.differing else "exact",)
 
 
-def _slopes(given: Sequence[float] | None, heads: int) -> Tensor | None:
-    """ALiBi's slopes, [H] fp32. Raises InputError where they are not one finite number of fp32 a head."""
-    if given is None:
-        return None
-    slopes = torch.as_tensor(given, dtype=torch.float64).cpu()
-    if slopes.shape != (heads,) or not bool(slopes.isfinite().all()):
-        raise InputError(
-            f"alibi_slopes must be {heads} finite numbers, one a head of shape's H, got {list(slopes.shape)}: "
-            f"{slopes.flatten()[:8].tolist()}"
-        )
-    return slopes.float()
-
-
 def _require_usable(dtype: torch.dtype, shape: Sequence[int], level: float) -> None:
     """Raise InputError for options that cannot be used."""
     if dtype not in DTYPES:
@@ -355,12 +339,13 @@ def _require_usable(dtype: torch.dtype, shape: Sequence[int], level: float) -> N
     require_level(level)
 
 
-def _suited(chosen: list[Probe], draw: Draw, *, by_name: bool, with_slopes: bool) -> list[Probe]:
+def _suited(chosen: list[Probe], draw: Draw, *, by_name: bool) -> list[Probe]:
     """Those of the probes that tell something of such a kernel. Raises InputError for others, asked for ``by_name``."""
     stated = draw.stated
     cap = stated.softcap or math.inf
     left_out = {
-        "of a kernel with alibi_slopes": _WITHOUT_SLOPES if with_slopes else (),
+        "of a kernel with alibi_slopes": _WITHOUT_SLOPES if stated.alibi_slopes else (),
+        "of a kernel with sinks": ("batch", *_OF_CASTS) if stated.sinks else (),
         "of float32: they show a mismatch that the cast of P makes": _OF_CASTS if draw.dtype.itemsize > 2 else (),
         "of capped scores, which are not those whose cast errs": _OF_CASTS if stated.softcap else (),
         f"below a softcap of {HIDING_CAP:g}, where no score hides a key": () if hides_appended(stated) else ("length",),

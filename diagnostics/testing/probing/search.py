@@ -14,7 +14,7 @@ from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.other_function import mask_fault, other_scale, wrong_slopes
+from attn_diag.testing.other_function import mask_fault, other_scale, wrong_numbers
 from attn_diag.testing.target import RECIPE_DTYPES, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
@@ -61,10 +61,9 @@ def found_suspect(case: CaseInputs, o: Tensor, target: Target, *, of_l: bool) ->
                 f"O is {percent(scaled.relative_error)} off; that scale takes nearly all of it away.",
                 scaled.options,
             )
-        if (slopes := wrong_slopes(case, o, target.device)) is not None:
-            return Suspect(
-                f"it {slopes.words}", f"O is {percent(slopes.relative_error)} off; they take most of it away."
-            )
+        if (numbers := wrong_numbers(case, o, target.device)) is not None:
+            off = f"O is {percent(numbers.relative_error)} off; they take most of it away."
+            return Suspect(f"it {numbers.words}", off, numbers.options)
         if (mask := mask_fault(case, target)) is not None:
             return Suspect(f"it {mask}", "Asked with equal scores and a V of unit vectors, O shows which keys it sees.")
     if case.q.dtype in RECIPE_DTYPES and o.dtype == case.q.dtype and (found := _by_bits(case, target, of_l=of_l)):

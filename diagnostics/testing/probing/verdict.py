@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from attn_diag.results.probe import LseTest, ProbeAssumptions, ProbeFinding, SignedTest
-from attn_diag.results.wording import function_words, listed, percent
+from attn_diag.results.wording import listed, percent
 from attn_diag.testing.probing.pointers import own_rounding, pointers, relative_words, sums_uncast
 
 # More probes of one kind are only counted.
@@ -178,7 +178,7 @@ def _lse_summary(findings: Sequence[ProbeFinding]) -> list[str]:
 
 
 def _wrong_function(assumptions: ProbeAssumptions, name: str) -> str:
-    said = function_words(assumptions.causal, assumptions.scale, assumptions.window, assumptions.softcap)
+    said = assumptions.said
     words = (
         f"On N(0,1) inputs O is {percent(assumptions.relative_error)} off: {name} does not compute softmax(scale Q "
         f"K^T) V with {said}"

@@ -61,11 +61,13 @@ class Arranging:
         started, asked, refused = time.perf_counter(), self.asked, list[str]()
         dtype = str(asked.dtype).removeprefix("torch.")
         # A kernel that takes no such length is asked with the suite's own.
-        for shape in ((*_SHAPE[:2], length, asked.head_dim) for length in (_SHAPE[2], asked.length)):
+        batch, heads = _SHAPE[0], asked.stated.heads or _SHAPE[1]
+        for shape in ((batch, heads, length, asked.head_dim) for length in (_SHAPE[2], asked.length)):
             try:
                 found = invariance(
                     self.kernel, name=self.name, dtype=asked.dtype, shape=shape, causal=asked.stated.causal,
                     scale=asked.stated.scale, window=asked.stated.window, softcap=asked.stated.softcap,
+                    alibi_slopes=asked.stated.alibi_slopes, sinks=asked.stated.sinks,
                     backward=self.backward, only=[n for n in ARRANGEMENTS if n not in _LEFT_OUT],
                     allow=MOVES, schedules=False, seed=asked.seed, device=self.device.type,
                 )  # fmt: skip
@@ -76,7 +78,7 @@ class Arranging:
             case = CheckedCase(ARRANGED, shape, dtype, outputs, seconds=time.perf_counter() - started)
             notes = [f"{words}; made with {shape[2]} rows instead" for words in refused]
             return Arranged(case, self._failures(found, usual), notes + self._notes(found), found.paths)
-        case = CheckedCase(ARRANGED, (*_SHAPE, asked.head_dim), dtype)
+        case = CheckedCase(ARRANGED, (batch, heads, _SHAPE[2], asked.head_dim), dtype)
         return Arranged(case, [Failure("fit", ARRANGED, "o", refused[0])])
 
     def _failures(self, found: Invariance, usual: Mapping[str, float | None]) -> list[Failure]:

@@ -21,10 +21,11 @@ from attn_diag.errors import InputError
 from attn_diag.head.machine import pick_device
 from attn_diag.kernels import Recipe
 from attn_diag.results.check import ARRANGED
+from attn_diag.statistics.means import MIN_SEQUENCES
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs as drawn
-from attn_diag.testing.stated import Stated, same_function, stated_words
+from attn_diag.testing.stated import PerHead, Stated, same_function, stated_words
 from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 
 BUILDERS: dict[str, drawn.Builder] = {
@@ -68,7 +69,9 @@ LENGTH = 192
 SHORTEST = 64
 
 
-def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, length: int = LENGTH) -> list[str]:
+def choose(
+    names: Iterable[str] | None, kernel: Target, declared: str | None, stated: Stated, length: int = LENGTH
+) -> list[str]:
     """These cases in the suite's order; None: all of such a length that tell something of such a kernel.
 
     Raises InputError for unknown names, for a str, and for a length that the cases' patterns do not fit.
@@ -82,8 +85,14 @@ def choose(names: Iterable[str] | None, kernel: Target, declared: str | None, le
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
     told = [name for name in found if name not in OF_PARAMETERS or OF_PARAMETERS[name] in kernel.takes]
+    told = [name for name in told if not (name == SINK_LOGITS and stated.sinks) and name not in _left_out(stated)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
+
+
+def _left_out(stated: Stated) -> tuple[str, ...]:
+    """Cases in whose rows one P_bar's cast is all that there is, where slopes leave all rows the same P."""
+    return ("constant-rows", "normaliser-down", "normaliser-up") if stated.alibi_slopes else ()
 
 
 def draw(
@@ -96,13 +105,14 @@ def draw(
     if name == REAL_HEAD:
         return _real_head(dtype, head_dim, stated, length)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
-    how = drawn.Draw(SEQUENCES, 1, length, head_dim, dtype, stated, generator)
+    heads = stated.heads or 1
+    how = drawn.Draw(max(SEQUENCES // heads, MIN_SEQUENCES), heads, length, head_dim, dtype, stated, generator)
     made = BUILDERS.get(name, drawn.normal)(how)
     case = stated.case(name, made.q, made.k, made.values[0], how.normal().to(dtype))
     if name == DROPOUT:
         kept = torch.rand(*case.q.shape[:3], case.k.shape[2], generator=generator) >= _DROPPED
         return replace(case, dropout_mask=kept, dropout_p=_DROPPED)
-    if name == SINK_LOGITS:
+    if name == SINK_LOGITS and case.sinks is None:
         return replace(case, sinks=_SINK + torch.randn(case.q.shape[1], generator=generator) / 2)
     return case
 
@@ -120,7 +130,7 @@ def _real_head(dtype: torch.dtype, head_dim: int, stated: Stated, length: int) -
     q = q * (stored.scale / stated.scale)
     if head_dim != q.shape[3]:
         (q, k), (v, do) = (_turned(pair, head_dim) for pair in ((q, k), (v, do)))
-    q, k, v, do = (x.to(dtype).contiguous() for x in (q, k, v, do))
+    q, k, v, do = (x.to(dtype).repeat(1, stated.heads or 1, 1, 1) for x in (q, k, v, do))
     return stated.case(REAL_HEAD, q, k, v, do)
 
 
@@ -286,7 +296,7 @@ def run_by(kernel: Target, asked: Asked, names: list[str], captures: list[CaseIn
     """
     own = [asked.draw(n) for n in names if n != ARRANGED]
     for case in captures:
-        if kernel.fixed and not same_function(case, asked.stated):
+        if kernel.fixed and not same_function(case, asked.stated, kernel.takes):
             raise InputError(
                 f"{case.name} was made with {stated_words(case)}; fn is said to compute {stated_words(asked.stated)}: "
                 "leave it out, or check it with those options"
@@ -332,6 +342,8 @@ def capture_of_case(
     causal: bool | str = "none",
     window: Sequence[int] | None = None,
     softcap: float | None = None,
+    alibi_slopes: PerHead = None,
+    sinks: PerHead = None,
     head_dim: int = 64,
     length: int = LENGTH,
     scale: float | None = None,
@@ -354,7 +366,7 @@ def capture_of_case(
     """
     if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)) or case == ARRANGED:
         return None
-    stated = Stated.of(causal, scale, head_dim, window, softcap)
+    stated = Stated.of(causal, scale, head_dim, window, softcap, alibi_slopes, sinks)
     case = case.removesuffix(SECOND)
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))

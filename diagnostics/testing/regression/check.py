@@ -38,7 +38,7 @@ from attn_diag.testing.regression.baseline import (
 )
 from attn_diag.testing.regression.documented import words_of
 from attn_diag.testing.regression.figures import Measured, measure_case
-from attn_diag.testing.stated import Stated
+from attn_diag.testing.stated import PerHead, Stated
 from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target, emulate
 from attn_diag.work import Progress
 
@@ -74,6 +74,8 @@ def check(
     causal: bool | str = "none",
     window: Sequence[int] | None = None,
     softcap: float | None = None,
+    alibi_slopes: PerHead = None,
+    sinks: PerHead = None,
     head_dim: int = 64,
     length: int = suite.LENGTH,
     scale: float | None = None,
@@ -112,6 +114,10 @@ def check(
         causal: What fn masks: "none" or False; "top-left" or True; "bottom-right".
         window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
         softcap: c, where its scores are c tanh(alpha q.k / c).
+        alibi_slopes: Of a kernel with ALiBi, one slope a head: -slope |t - j| is added to the score of row t and key j.
+            The suite then has as many heads.
+        sinks: Likewise of a kernel with attention sinks of its own (gpt-oss), one logit a head; those of a parameter
+            ``sinks`` in every case.
         head_dim: D of the suite's inputs.
         length: T of the suite's inputs, for a kernel that takes some lengths alone; the real head has 192 rows, and is
             left out of longer ones.
@@ -134,7 +140,7 @@ def check(
     require_level(level)
     require_declarable(declared)
     require_consistent(baseline, dtype, head_dim, save=save, update=update, exact=exact)
-    stated = Stated.of(causal, scale, head_dim, window, softcap)
+    stated = Stated.of(causal, scale, head_dim, window, softcap, alibi_slopes, sinks)
     asked = suite.Asked(dtype, stated, head_dim, seed, length)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
     stored = suite.captures_of(target)
@@ -148,7 +154,7 @@ def check(
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(cases, kernel, declared, length)
+        names = suite.choose(cases, kernel, declared, stated, length)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
         if ARRANGED in names:
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
