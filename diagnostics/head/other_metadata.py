@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
@@ -81,12 +81,21 @@ def better_reading(capture: Capture, observation: str, device: torch.device, sta
             best = OtherMetadata(reading.metadata, words, other.error)
             found = reading
     near = scaled_reading(found, observation, device, best.error if best else _EXPLAINS * stated.error)
-    if best is None or near is None:
-        return near or best or _capped_reading(capture, observation, device, stated)
-    was, named, fitted = (m.scale or capture.scale for m in (capture.metadata, best.metadata, near.metadata))
-    # In a coarse format a scale with a name may fit about as well as the one that it is.
-    by_chance = named != was and abs(fitted / named - 1) > _SAME_SCALE
-    return near if by_chance or near.error < 0.9 * best.error else best
+    if best is not None and near is not None:
+        was, named, fitted = (m.scale or capture.scale for m in (capture.metadata, best.metadata, near.metadata))
+        # In a coarse format a scale with a name may fit about as well as the one that it is.
+        by_chance = named != was and abs(fitted / named - 1) > _SAME_SCALE
+        chosen: OtherMetadata | None = near if by_chance or near.error < 0.9 * best.error else best
+    else:
+        chosen = near or best
+    if chosen is not None and (chosen.metadata.scale, chosen.metadata.softcap) == (
+        capture.metadata.scale,
+        capture.metadata.softcap,
+    ):
+        return chosen
+    # A cap of few keys' scores is much like another scale, or another cap with another scale.
+    capped = capped_reading(capture, observation, device, lambda fit: explained(stated, fit))
+    return capped if chosen is None or (capped is not None and capped.error < 0.9 * chosen.error) else chosen
 
 
 def scaled_reading(capture: Capture, observation: str, device: torch.device, below: float) -> OtherMetadata | None:
@@ -106,12 +115,12 @@ def scaled_reading(capture: Capture, observation: str, device: torch.device, bel
     return OtherMetadata(metadata, f"scale={fit.named}", other.error)
 
 
-def _capped_reading(
-    capture: Capture, observation: str, device: torch.device, stated: OutputFit
+def capped_reading(
+    capture: Capture, observation: str, device: torch.device, below: Callable[[OutputFit], float]
 ) -> OtherMetadata | None:
-    """The softcap that O fits, of all; None where none explains its error."""
+    """The softcap that O fits, of all; None where none leaves as little of O's error as is said of it."""
     fitted = fitted_softcap(capture, observation, device)
-    if fitted is None or fitted[1].error > explained(stated, fitted[1]):
+    if fitted is None or fitted[1].error > below(fitted[1]):
         return None
     cap = float(f"{fitted[0]:.4g}")
     return OtherMetadata(replace(capture.metadata, softcap=cap), f"softcap={cap:g}", fitted[1].error)

@@ -60,7 +60,7 @@ def function_words(
     causal: str, scale: float, window: Sequence[int] | None = None, softcap: float | None = None,
     alibi_slopes: Sequence[float] | None = None, sinks: Sequence[float] | None = None,
 ) -> str:  # fmt: skip
-    """Which attention a kernel is said to be: "causal top-left, scale 0.125, window 64,0, softcap 50, sinks 1.5 0.2"."""
+    """Which attention a kernel is said to be: "causal top-left, scale 0.125, window 64,0, softcap 50, sinks 1 2"."""
     band = [] if window is None else ["window {},{}".format(*window)]
     cap = [] if softcap is None else [f"softcap {softcap:g}"]
     each = [f"{n} {_of_heads(x)}" for n, x in (("ALiBi slopes", alibi_slopes), ("sinks", sinks)) if x is not None]

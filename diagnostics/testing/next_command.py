@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from attn_diag.testing.stated import PER_HEAD, Stated
 
 # What a run has by default, and its commands need not say.
@@ -56,7 +58,7 @@ class Again:
 
 def listed_numbers(numbers: Sequence[float]) -> str:
     """As an option takes one number a head."""
-    return ",".join(f"{x:.9g}" for x in numbers)
+    return ",".join(str(np.float32(x)) for x in numbers)
 
 
 def _keyword(option: str) -> str:

@@ -20,10 +20,10 @@ from attn_diag.captures.metadata import Causal
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.errors import InputError
 from attn_diag.head.bounded_mask import words_of
-from attn_diag.head.other_metadata import OtherMetadata, better_reading, scaled_reading
+from attn_diag.head.other_metadata import OtherMetadata, better_reading, capped_reading, scaled_reading
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
-from attn_diag.head.output_fit import out_fit
+from attn_diag.head.output_fit import OutputFit, out_fit
 from attn_diag.reference import Masking, format_of
 from attn_diag.results.wording import function_words, number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
@@ -37,6 +37,8 @@ _UNEVEN = 0.02
 _UNIT_FP16 = 2.0**14
 # Other slopes leave so much less of O's error, at least, and no more than two roundings of O.
 _BEATS = 4.0
+# A softcap that explains O takes half of its squared error away, and leaves hardly more than one rounding of O makes.
+_MOST, _ROUNDINGS = math.sqrt(0.5), 1.5
 # A fit knows a scale to so much of it, or better.
 _FITTED = 2e-3
 # Rows of a longer call would cost V = e_j too many calls, and tell no more.
@@ -138,14 +140,21 @@ def _with_other_mask(case: CaseInputs, o: Tensor, target: Target, device: torch.
     return OtherFunction(error, f"{said} and {also.words}", also.fits, options, also.call)
 
 
-def other_scale(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
-    """The scale that explains most of the error of an O that is nearly the attention stated; None where none does."""
+def other_limit(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
+    """The scale or softcap that explains most of the error of an O that is nearly the attention stated; None where none
+    does."""
     capture = _capture(case, o)
     stated = out_fit(capture, DEFAULT_OBSERVATION, device)
     if stated is None or not stated.ok:
         return None
-    reading = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
-    return None if reading is None else _of_reading(capture, reading, stated.error)
+    scaled = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
+
+    def below(fit: OutputFit) -> float:
+        return min(_MOST * stated.error, _ROUNDINGS * fit.rounding)
+
+    capped = capped_reading(capture, DEFAULT_OBSERVATION, device, below)
+    known = [reading for reading in (scaled, capped) if reading is not None]
+    return _of_reading(capture, min(known, key=lambda r: r.error), stated.error) if known else None
 
 
 def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
@@ -248,7 +257,9 @@ def mask_fault(case: CaseInputs, target: Target) -> str | None:
         should = "all keys" if hidden is None else (_band(right) or "others").partition(",")[0]
         said.append(f"{_mask_words(seen.keys, right)}; it should see {should}")
     if seen.leaks is not None:
-        said.append(f"hides keys by {words_of(seen.leaks)}")
+        capped = case.softcap is not None and abs(seen.leaks + case.softcap) < _UNEVEN * case.softcap
+        before = f"masks scores before it caps them (hidden ones are then {-(case.softcap or 0):g}, not -inf)"
+        said.append(before if capped else f"hides keys by {words_of(seen.leaks)}")
     return " and ".join(said) or None
 
 

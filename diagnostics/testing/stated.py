@@ -133,8 +133,8 @@ def hides_appended(said: Said) -> bool:
 
 
 def same_function(one: Said, other: Said, told: Collection[str] = ()) -> bool:
-    """Whether both are one function of q, k and v, but for what it is ``told`` in each call; what ``other`` does not say
-    of each head may be anything."""
+    """Whether both are one function of q, k and v, but for what it is ``told`` in each call; of heads ``other`` need not
+    say anything."""
     numbers = [(_first(getattr(one, n)), _first(getattr(other, n))) for n in PER_HEAD if n not in told]
     return (
         (one.causal, one.window, one.softcap) == (other.causal, other.window, other.softcap)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_diag.head.mistakes import Mistake
 from attn_diag.head.other_sinks import OtherSink
 from attn_diag.head.rounded_scores import moved_by_scores
-from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, reference_rows, ulp
+from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.results.quality import Quantity
 from attn_diag.results.wording import SYMBOLS
 
@@ -29,6 +29,8 @@ _WEIGHED = 64
 _MOST_SCORES = 2**22
 # Production kernels leave 0.5 to 1.0 times the expected noise.
 COARSE = 1.05
+# What lies so far off all that P may move is of as many numbers as there are features.
+_MOSTLY = 0.5
 
 
 def row_limit(features: int) -> float:
@@ -137,6 +139,15 @@ class Evidence:
             squares = torch.linalg.svdvals(known).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
+    def _beyond(self, block: RowBlock) -> Tensor:
+        """Which rows of O are mostly off by what no weights of the few keys that they see make, [n]."""
+        found, seen = torch.zeros(len(block.rows), dtype=torch.bool, device=block.rows.device), block.probs > 0
+        for at in (seen.sum(1) < self.truth.shape[1]).nonzero()[:, 0].tolist():
+            error, own = self.error[block.rows[at]], self.heads[0].v[block.keys][seen[at]]
+            basis = torch.linalg.qr(own.T)[0]
+            found[at] = bool((error - basis @ (basis.T @ error)).square().sum() > _MOSTLY * error.square().sum())
+        return found
+
     def dimensions(self, rows: Tensor, *, any_factor: bool = True) -> float:
         """How many numbers the errors of some rows are, of as many rows as carry them in effect.
 
@@ -152,7 +163,8 @@ class Evidence:
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
             keys = 1 / block.probs.square().sum(1).clamp(min=1e-12)
-            count = torch.minimum(count, (keys - 1).clamp(min=1.0))
+            of_keys = torch.minimum(count, (keys - 1).clamp(min=1.0))
+            count = torch.where(self._beyond(block), count, of_keys) if self.quantity == "o" else of_keys
             if self.quantity == "dq":
                 lines += [block.probs @ self.heads[0].k[block.keys]] if any_factor else []
             else:

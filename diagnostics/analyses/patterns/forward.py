@@ -43,6 +43,7 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     yield from _bounded_mask(evidence, rows)
+    yield from _mask_before_the_cap(head, rows)
     yield from _behind_softmax(head, rows)
     block = reference_rows(head, rows)
     yield Guess("normalisation", "were not divided by the row sum", block.unnormalised_out)
@@ -67,6 +68,24 @@ def _bounded_mask(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     value = leak.fitted(evidence.observed[rows], evidence.noise[rows])
     if value is not None:
         yield Guess("mask", f"are what hiding keys by {words_of(value)} gives", leak.predicted(value), 1, fitted=1)
+
+
+def _mask_before_the_cap(head: AttentionHead, rows: Tensor) -> Iterator[Guess]:
+    """O where hidden scores go through the softcap too: what is -inf, or as low, becomes -c."""
+    masking, cap = head.masking, head.softcap
+    if cap is None:
+        return
+    hidden, mask = masking.hidden(head.positions[rows], slice(0, len(head.k))), masking.mask
+    of_mask = None if mask is None else hides(mask)[rows]
+    both = [x for x in (hidden, of_mask) if x is not None]
+    if not both:
+        return
+    unseen = torch.stack(both).any(0).double()
+    block = reference_rows(head, rows)
+    weight = (-cap - block.lse)[:, None].exp()
+    out = (block.out + weight * (unseen @ head.v)) / (1 + weight * unseen.sum(1, keepdim=True))
+    words = f"are what a mask that is applied before the softcap gives (hidden scores are then -{cap:g}, not -inf)"
+    yield Guess("mask", words, torch.where(block.lse.isfinite()[:, None], out, block.out))
 
 
 def _behind_softmax(head: AttentionHead, rows: Tensor) -> Iterator[Guess]:

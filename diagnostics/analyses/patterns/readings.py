@@ -65,6 +65,10 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             words = "attention without the causal mask" if causal == "none" else f"a causal mask ({causal})"
             yield reading(words, replace(masking, causal=causal))
     left, right = masking.reach
+    unequal = len(head.q) != len(head.k) and masking.positions is None
+    if unequal and masking.window is not None and masking.causal == "none":
+        first = torch.arange(len(head.q), device=head.k.device)
+        yield reading("a window counted from the first key (top-left)", replace(masking, positions=first))
     if left is not None or right is not None:
         positions = head.positions
         border = "causal border" if masking.window is None else "mask"

@@ -23,12 +23,12 @@ from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.next_command import USUAL_SHAPE, Again
 from attn_diag.testing.other_function import OtherFunction, fit_of
 from attn_diag.testing.probing import inputs, verdict
-from attn_diag.testing.probing.catalogue import Pair, Probe, choose
+from attn_diag.testing.probing.catalogue import PROBES, Pair, Probe, choose
 from attn_diag.testing.probing.gradients import gradient_look, with_gradients
 from attn_diag.testing.probing.head_errors import HeadErrors, lse_test, measure_case, signed_tests
-from attn_diag.testing.probing.inputs import Draw, ProbeCase
+from attn_diag.testing.probing.inputs import Builder, Draw, ProbeCase
 from attn_diag.testing.probing.outcome import ProbeOutcome, outcome_of
-from attn_diag.testing.probing.search import Suspect, found_suspect
+from attn_diag.testing.probing.search import Suspect, found_suspect, limit_suspect
 from attn_diag.testing.stated import HIDING_CAP, PerHead, Stated, fitting, hides_appended
 from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 from attn_diag.work import Progress
@@ -46,6 +46,8 @@ _OF_CASTS = ("normaliser-down", "normaliser-up")
 # With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
 # P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
 _WITHOUT_SLOPES = ("batch", "constant-rows", *_OF_CASTS)
+# A softcap is looked for in so many of the probes that are furthest off.
+_SEARCHED = 3
 _SMALLEST = {"length T": 16, "head dimension D": 8}
 
 
@@ -178,11 +180,15 @@ class _Run:
 
     def normal_call(self) -> tuple[CaseInputs, Tensor]:
         """The inputs of the probe "normal", and O."""
+        return self.call_of("normal", inputs.normal)
+
+    def call_of(self, name: str, build: Builder | None) -> tuple[CaseInputs, Tensor]:
+        """Inputs drawn as a probe's, and O."""
+        assert build is not None
         self.draw.generator.manual_seed(zlib.crc32(f"{self.seed} assumptions".encode()))
-        case = _built("normal", inputs.normal, self.draw)
-        v = case.values[0]
-        given = self.draw.stated.case("normal", case.q, case.k, v)
-        return given, self._call("normal", case.q, case.k, v)[0]
+        case = _built(name, build, self.draw)
+        given = self.draw.stated.case(name, case.q, case.k, case.values[0])
+        return given, self._call(name, given.q, given.k, given.v)[0]
 
     def outcome(self, findings: tuple[ProbeFinding, ...], other: OtherFunction | None, *, named: bool) -> ProbeOutcome:
         """OK or not; where not, the suspect, which is searched for if the findings do not name it."""
@@ -194,7 +200,13 @@ class _Run:
 
         def search(of_l: bool) -> Suspect | None:
             given, seen = self.normal_call()
-            return found_suspect(given, seen, self.target, of_l=of_l)
+            found = found_suspect(given, seen, self.target, of_l=of_l)
+            if found is None and not of_l:
+                # Scores of N(0,1) hardly show a softcap.
+                large = sorted((f for f in findings if "too-large" in f.labels), key=lambda f: -(f.of_budget or 0.0))
+                calls = (self.call_of(f.name, PROBES[f.name].build) for f in large[:_SEARCHED])
+                found = next((s for call in calls if (s := limit_suspect(*call, self.target.device))), None)
+            return found
 
         return outcome_of(findings, other, asked, unit, search)
 

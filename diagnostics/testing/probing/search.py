@@ -14,7 +14,7 @@ from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.other_function import mask_fault, other_scale, wrong_numbers
+from attn_diag.testing.other_function import mask_fault, other_limit, wrong_numbers
 from attn_diag.testing.target import RECIPE_DTYPES, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.
@@ -55,12 +55,8 @@ def found_suspect(case: CaseInputs, o: Tensor, target: Target, *, of_l: bool) ->
         of_l: Not O but L is at fault.
     """
     if not of_l:
-        if (scaled := other_scale(case, o, target.device)) is not None:
-            return Suspect(
-                f"it {scaled.words}",
-                f"O is {percent(scaled.relative_error)} off; that scale takes nearly all of it away.",
-                scaled.options,
-            )
+        if (limit := limit_suspect(case, o, target.device)) is not None:
+            return limit
         if (numbers := wrong_numbers(case, o, target.device)) is not None:
             off = f"O is {percent(numbers.relative_error)} off; they take most of it away."
             return Suspect(f"it {numbers.words}", off, numbers.options)
@@ -70,6 +66,14 @@ def found_suspect(case: CaseInputs, o: Tensor, target: Target, *, of_l: bool) ->
         # What no kernel is worse for is what this one does, not what is wrong with it.
         return None if suspects.sound(found.words, case.k.shape[2]) else found
     return None if of_l else row_factor(case, o, target.device)
+
+
+def limit_suspect(case: CaseInputs, o: Tensor, device: torch.device) -> Suspect | None:
+    """The other scale or softcap that explains most of an error; None where none does."""
+    if (limit := other_limit(case, o, device)) is None:
+        return None
+    off = f"O of {case.name} is {percent(limit.relative_error)} off; that takes most of it away."
+    return Suspect(f"it {limit.words}", off, limit.options)
 
 
 def _by_bits(case: CaseInputs, target: Target, *, of_l: bool) -> Suspect | None:

@@ -23,7 +23,7 @@ from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.next_command import USUAL_SHAPE, Again
-from attn_diag.testing.other_function import OtherFunction, fit_of, other_scale
+from attn_diag.testing.other_function import OtherFunction, fit_of, mask_fault, other_limit
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import closer, judge
@@ -44,6 +44,11 @@ from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
+_OTHER_INPUTS = "the suite has inputs of other lengths and head sizes too: --length, --head-dim"
+_ONE_HEAD = (
+    "the suite has one head, no slopes and no sinks: a function that has these, one a head, or must be given them, is "
+    "asked with --alibi-slopes or --sinks"
+)
 # The case whose O tells a scale that is nearly right.
 _ORDINARY = "normal"
 
@@ -249,8 +254,9 @@ class _Check:
         try:
             runs, deterministic, notes = self.subject.outputs(inputs)
         except MisfitError as error:
-            if error.__cause__ is not None and inputs.capture is None:
-                self.notes.append("the suite has inputs of other lengths and head sizes too: --length, --head-dim")
+            if inputs.capture is None and (error.__cause__ is not None or "of shape" in str(error)):
+                self.notes.append(_OTHER_INPUTS)
+                self.notes += [_ONE_HEAD] if self.asked.stated.heads is None else []
             return [_misfit(inputs, case, str(error))]
         self.notes += notes
         case = replace(case, deterministic=deterministic)
@@ -302,8 +308,14 @@ class _Check:
         if measured.misfit is not None:
             return fit_of(inputs, o, kernel, self.where)[1]
         # What a scale that is nearly right makes of a declared kernel, its verdict says.
-        wrong = self.declared is None and any(v.quantity == "o" and v.answer == "wrong" for v in measured.quantities)
-        return other_scale(inputs, o, self.where) if wrong and inputs.name == _ORDINARY else None
+        judged = () if self.declared is not None else measured.quantities
+        answer = next((v.answer for v in judged if v.quantity == "o"), None)
+        if answer in ("wrong", "lossy") and inputs.name == _ORDINARY and (other := other_limit(inputs, o, self.where)):
+            return other
+        # A mask that lets through what few rows show of most inputs is seen at once where it is asked for.
+        words = mask_fault(inputs, kernel) if answer == "wrong" and kernel is not None else None
+        off = next((v.relative_error or 0.0 for v in judged if v.quantity == "o"), 0.0)
+        return None if words is None else OtherFunction(off, words, of_mask=True)
 
     def _saved(self, name: str, inputs: CaseInputs, outputs: dict[str, Tensor] | None) -> Path | None:
         """The capture of a failing case, where a folder for them was given."""
