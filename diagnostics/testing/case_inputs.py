@@ -62,6 +62,16 @@ class CaseInputs:
         names = ("q", "k", "v", "do", "sinks", "alibi_slopes", "dropout_mask")
         return {n: x for n in names if (x := getattr(self, n)) is not None}
 
+    @property
+    def needs_places(self) -> bool:
+        """Whether what a row gives depends on its place among the keys, which nothing states of fewer rows."""
+        return self.causal == "none" and (self.window is not None or self.alibi_slopes is not None)
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether every head is a function of its own."""
+        return self.alibi_slopes is not None or self.sinks is not None
+
     def head_mask(self, batch: int, head: int, device: torch.device) -> Tensor | None:
         """The mask of one head, [Tq, Tk], if there is one."""
         if self.mask is None:

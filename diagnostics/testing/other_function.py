@@ -25,6 +25,7 @@ from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
 from attn_diag.head.output_fit import OutputFit, out_fit
 from attn_diag.reference import Masking, format_of
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import function_words, number, percent, ranges
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.next_command import Again, listed_numbers
@@ -157,6 +158,29 @@ def other_limit(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
     return _of_reading(capture, min(known, key=lambda r: r.error), stated.error) if known else None
 
 
+def nearly(
+    case: CaseInputs,
+    o: Tensor,
+    verdict: QuantityVerdict | None,
+    target: Target | None,
+    device: torch.device,
+    *,
+    limits: bool,
+) -> OtherFunction | None:
+    """What a kernel computes whose O is nearly the attention stated, and by its verdict not right; None: not known.
+
+    ``limits``: whether the inputs show another scale or softcap.
+    """
+    if verdict is None:
+        return None
+    wrong = verdict.answer == "wrong"
+    if limits and (wrong or verdict.answer == "lossy") and (other := other_limit(case, o, device)) is not None:
+        return other
+    # What a mask lets through few rows may show; asked for, it is seen at once.
+    words = mask_fault(case, target) if wrong and target is not None else None
+    return None if words is None else OtherFunction(verdict.relative_error or 0.0, words, of_mask=True)
+
+
 def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunction | None:
     """The other ALiBi slopes, or sinks, that take most of O's error away; None where none do."""
     capture = _capture(case, o)
@@ -173,7 +197,8 @@ def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFun
     if not (error < stated.error / _BEATS and error < 2.0 ** -format_of(o.dtype).precision):
         return None
     if getattr(case, name) is not None:
-        return OtherFunction(stated.error, f"has {words}")
+        what, dropped, rest = words.partition(" dropped")
+        return OtherFunction(stated.error, f"drops its {what}{rest}" if dropped else f"has {words}")
     numbers = other.tensors[name][...].flatten()[: case.q.shape[1]].tolist()
     estimated = name == "sinks"
     told = listed_numbers([float(number(x, 3)) for x in numbers] if estimated else numbers)

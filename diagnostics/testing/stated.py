@@ -22,6 +22,8 @@ Numbers = tuple[float, ...] | Tensor | None
 _UNLIMITED = (-1, -1)
 # What is stated of every head alone.
 PER_HEAD = ("alibi_slopes", "sinks")
+# What a kernel may be said to have besides causality and a scale.
+LIMITS = ("window", "softcap", *PER_HEAD)
 # As users give it: a list, an array or a tensor.
 PerHead = Sequence[float] | Tensor | None
 HIDING_CAP = 30.0
@@ -133,8 +135,8 @@ def hides_appended(said: Said) -> bool:
 
 
 def same_function(one: Said, other: Said, told: Collection[str] = ()) -> bool:
-    """Whether both are one function of q, k and v, but for what it is ``told`` in each call; of heads ``other`` need not
-    say anything."""
+    """Whether both are one function of q, k and v, but for what each call is ``told``, and numbers of heads that
+    ``other`` does not state."""
     numbers = [(_first(getattr(one, n)), _first(getattr(other, n))) for n in PER_HEAD if n not in told]
     return (
         (one.causal, one.window, one.softcap) == (other.causal, other.window, other.softcap)

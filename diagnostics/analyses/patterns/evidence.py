@@ -29,8 +29,6 @@ _WEIGHED = 64
 _MOST_SCORES = 2**22
 # Production kernels leave 0.5 to 1.0 times the expected noise.
 COARSE = 1.05
-# What lies so far off all that P may move is of as many numbers as there are features.
-_MOSTLY = 0.5
 
 
 def row_limit(features: int) -> float:
@@ -140,12 +138,13 @@ class Evidence:
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
 
     def _beyond(self, block: RowBlock) -> Tensor:
-        """Which rows of O are mostly off by what no weights of the few keys that they see make, [n]."""
+        """Which rows of O are clearly off by what no weights of the few keys that they see make, [n]."""
         found, seen = torch.zeros(len(block.rows), dtype=torch.bool, device=block.rows.device), block.probs > 0
         for at in (seen.sum(1) < self.truth.shape[1]).nonzero()[:, 0].tolist():
             error, own = self.error[block.rows[at]], self.heads[0].v[block.keys][seen[at]]
             basis = torch.linalg.qr(own.T)[0]
-            found[at] = bool((error - basis @ (basis.T @ error)).square().sum() > _MOSTLY * error.square().sum())
+            left = (error - basis @ (basis.T @ error)).square().sum()
+            found[at] = bool(left > CLEAR * self.noise[block.rows[at]])
         return found
 
     def dimensions(self, rows: Tensor, *, any_factor: bool = True) -> float:
@@ -163,8 +162,7 @@ class Evidence:
         if self.quantity in ("o", "dq"):
             block = reference_rows(replace(self.heads[0], do=None), rows)
             keys = 1 / block.probs.square().sum(1).clamp(min=1e-12)
-            of_keys = torch.minimum(count, (keys - 1).clamp(min=1.0))
-            count = torch.where(self._beyond(block), count, of_keys) if self.quantity == "o" else of_keys
+            count = torch.minimum(count, (keys - 1).clamp(min=1.0))
             if self.quantity == "dq":
                 lines += [block.probs @ self.heads[0].k[block.keys]] if any_factor else []
             else:
@@ -174,6 +172,8 @@ class Evidence:
             sizes = (along.square().sum(1) * error.square().sum(1)).clamp(min=1e-300)
             share = (error * along).sum(1).square() / sizes
             count = torch.minimum(count, 1 / (share.square() + (1 - share).square() / count.clamp(min=1.0)))
+        if self.quantity == "o":
+            count = torch.where(self._beyond(block), most, count)
         total = float(count.sum())
         sizes = error.square().sum(1).sqrt()
         if self.quantity == "dq" or (moved is not None and self._made_by_scores(rows, sizes, moved)):

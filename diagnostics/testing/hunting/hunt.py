@@ -74,8 +74,8 @@ def hunt(
         kernels: A library's name ("sdpa:flash", "flash_attn_4", …), a recipe's, "MODULE:FUNCTION", a function of a
             module with mask and scale of its own, "installed", or several of these.
         source: q of a call, [B, H, T, D]; or a Capture, a capture's file, a folder of them, or a list of these; None:
-            normal numbers, D 64, with ``causal``, ``scale``, ``window``, ``softcap``, ``alibi_slopes``, ``sinks`` (one a
-            head) and ``dropout_p`` of the call (and a mask for that).
+            normal numbers, D 64, with ``causal``, ``scale``, ``window``, ``softcap``, ``alibi_slopes``, ``sinks`` and
+            ``dropout_p`` of the call (and a mask for that).
         k, v: Of the call.
         folder: Where the smallest cases go, each a capture and a script that runs it; None: nowhere.
         only: Only these axes: head size, group, mask, length, values, layout, dtype, batch, key heads.

@@ -87,17 +87,6 @@ class Setting:
         do = None if b.do is None else change(b.do)
         return replace(b, q=change(b.q), k=change(b.k), v=change(b.v), do=do if also is None else also)
 
-    @property
-    def needs_places(self) -> bool:
-        """Whether what fewer rows give depends on where they stand among all keys, which nothing states."""
-        b = self.base
-        return b.causal == "none" and (b.window is not None or b.alibi_slopes is not None)
-
-    @property
-    def heads_differ(self) -> bool:
-        """Whether the heads compute functions of their own."""
-        return self.base.alibi_slopes is not None or self.base.sinks is not None
-
     def loud(self, like: Tensor) -> Tensor:
         """Other numbers, larger ones."""
         drawn = torch.randn(like.shape, generator=self.generator)
@@ -257,7 +246,7 @@ def _padding(s: Setting) -> list[Path] | str:
 def _permuted_heads(s: Setting) -> list[Path] | str:
     if s.base.q.shape[1] < 2:
         return "there is one head"
-    if s.heads_differ:
+    if s.base.heads_differ:
         return _OF_HEADS
     return [Path("in reverse", s.changed(lambda x: x.flip(1)), _every(lambda x: x.flip(1)))]
 
@@ -282,7 +271,7 @@ def _batch_size(s: Setting) -> list[Path]:
         found.append(Path("1 item", s.changed(lambda x: x[:1]), whole, _every(lambda x: x[:1])))
     twice: Callable[[Tensor], Tensor] = lambda x: torch.cat([x, x.flip(0)])  # noqa: E731 - used for both calls
     found.append(Path(f"{2 * count} items", s.changed(twice), whole, _every(twice)))
-    if heads > 1 and not s.heads_differ:
+    if heads > 1 and not s.base.heads_differ:
         found.append(Path("1 item, 1 head", s.changed(lambda x: x[:1, :1]), whole, _every(lambda x: x[:1, :1])))
     return found
 
@@ -290,13 +279,13 @@ def _batch_size(s: Setting) -> list[Path]:
 def _solo_row(s: Setting) -> list[Path] | str:
     if s.base.causal == "top-left":
         return "a single row sees the first key alone (mask top-left)"
-    if s.needs_places:
+    if s.base.needs_places:
         return _PLACES
     return [_chunk(s, row, row + 1, f"row {row} with its keys") for row in _places(s.base.q.shape[2])]
 
 
 def _chunks(s: Setting) -> list[Path] | str:
-    if s.needs_places:
+    if s.base.needs_places:
         return _PLACES
     length = s.base.q.shape[2]
     half = length // 2

@@ -343,6 +343,8 @@ def error_budget(
         far = alibi.distances(head.positions[block.rows], block.keys, len(head.k))
         magnitude = magnitude + abs(alibi.slope) * far.abs()
     largest = magnitude.masked_fill_(block.scores == -torch.inf, 0.0).amax(1)
+    if head.sink is not None:  # whose exp errs by its own argument
+        largest = largest + abs(head.sink) / q.shape[1]
     shift = largest * (q.shape[1] + (8 if head.softcap is None else 16)) * _FP32
     sums = 1 + (keys + 8) * _FP32
     reach, weight, inverse = block.probs @ v + block.out.abs(), v.sum(0), block.inverse_row_sum

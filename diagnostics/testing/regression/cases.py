@@ -25,7 +25,7 @@ from attn_diag.statistics.means import MIN_SEQUENCES
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.names import choose_names
 from attn_diag.testing.probing import inputs as drawn
-from attn_diag.testing.stated import PerHead, Stated, same_function, stated_words
+from attn_diag.testing.stated import LIMITS, Stated, same_function, stated_words
 from attn_diag.testing.target import DTYPES, Attention, MisfitError, Target
 
 BUILDERS: dict[str, drawn.Builder] = {
@@ -54,9 +54,10 @@ OF_PARAMETERS = {DROPOUT: "dropout_mask", SINK_LOGITS: "sinks"}
 # What a kernel below 16 bits is asked by default: on the others all rows share one number's rounding, which a scale a
 # little larger moves by many times, and by arrangements its scales hold later tokens by design.
 OF_DECLARED = ("normal", "pairs", "tails", "outliers", REAL_HEAD)
+# Where ALiBi's bias is all of the scores: rows have one P then, whose casts do not average out.
+NOT_OF_SLOPES = ("constant-rows", "normaliser-down", "normaliser-up")
 _REAL_HEAD_FILE = Path(str(files("attn_diag.data"))) / "failing_step500_L2H7_first_rows.safetensors"
-# Independent sequences, the clusters of the tests: t with 15 degrees of freedom.
-SEQUENCES = 16
+SEQUENCES = 16  # independent, the clusters of the tests: t with 15 degrees of freedom
 # What trainings drop. Its reciprocal is no number of 16 bits: a factor that is rounded to them shows.
 _DROPPED = 0.1
 # A sink of this logit takes a seventh of a row of 192 scores of N(0, 1).
@@ -70,7 +71,11 @@ SHORTEST = 64
 
 
 def choose(
-    names: Iterable[str] | None, kernel: Target, declared: str | None, stated: Stated, length: int = LENGTH
+    names: Iterable[str] | None,
+    kernel: Target,
+    declared: str | None,
+    length: int = LENGTH,
+    stated: Stated | None = None,
 ) -> list[str]:
     """These cases in the suite's order; None: all of such a length that tell something of such a kernel.
 
@@ -84,15 +89,10 @@ def choose(
     found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
-    told = [name for name in found if name not in OF_PARAMETERS or OF_PARAMETERS[name] in kernel.takes]
-    told = [name for name in told if not (name == SINK_LOGITS and stated.sinks) and name not in _left_out(stated)]
+    less = {} if stated is None else {SINK_LOGITS: stated.sinks, **dict.fromkeys(NOT_OF_SLOPES, stated.alibi_slopes)}
+    told = [n for n in found if not less.get(n) and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
-
-
-def _left_out(stated: Stated) -> tuple[str, ...]:
-    """Cases in whose rows one P_bar's cast is all that there is, where slopes leave all rows the same P."""
-    return ("constant-rows", "normaliser-down", "normaliser-up") if stated.alibi_slopes else ()
 
 
 def draw(
@@ -339,20 +339,14 @@ def capture_of_case(
     *,
     captures: Sequence[Capture] = (),
     dtype: torch.dtype = torch.bfloat16,
-    causal: bool | str = "none",
-    window: Sequence[int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: PerHead = None,
-    sinks: PerHead = None,
     head_dim: int = 64,
     length: int = LENGTH,
-    scale: float | None = None,
     backward: bool | None = None,
     seed: int = 0,
     device: str = "auto",
     declared: str | None = None,
     name: str | None = None,
-    **_: Any,
+    **more: Any,
 ) -> Capture | None:
     """The inputs of ``case`` and what the kernel returns for them once more: where a closer look at a failure starts.
 
@@ -366,19 +360,19 @@ def capture_of_case(
     """
     if isinstance(target, Capture) or not (callable(target) or isinstance(target, str | Recipe)) or case == ARRANGED:
         return None
-    stated = Stated.of(causal, scale, head_dim, window, softcap, alibi_slopes, sinks)
+    stated = Stated.of(more.get("causal") or "none", more.get("scale"), head_dim, **{n: more.get(n) for n in LIMITS})
     case = case.removesuffix(SECOND)
     try:
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=pick_device(device))
-        if case in NAMES or case in OF_PARAMETERS:
+        if case in (*NAMES, *OF_PARAMETERS):
             inputs = Asked(dtype, stated, head_dim, seed, length).draw(case)
         else:
             (inputs,) = (c for c in of_captures(captures) if c.name == case)
-        outputs, _notes = kernel.run(inputs, backward=backward)
+        outputs, _ = kernel.run(inputs, backward=backward)
     except (MisfitError, InputError):
         return None
-    notes = f"case {case} of attn-diag check, seed {seed}"
-    return inputs.captured(outputs, kernel=kernel.name, declared=declared, notes=notes)
+    words = f"case {case} of attn-diag check, seed {seed}"
+    return inputs.captured(outputs, kernel=kernel.name, declared=declared, notes=words)
 
 
 def _refuse_what_is_not_run(capture: Capture) -> None:

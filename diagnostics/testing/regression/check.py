@@ -23,7 +23,7 @@ from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.next_command import USUAL_SHAPE, Again
-from attn_diag.testing.other_function import OtherFunction, fit_of, mask_fault, other_limit
+from attn_diag.testing.other_function import OtherFunction, fit_of, nearly
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import closer, judge
@@ -44,11 +44,6 @@ from attn_diag.work import Progress
 
 # So many failing cases are searched for what changed; the others are only asked about what was found there.
 _SEARCHED = 2
-_OTHER_INPUTS = "the suite has inputs of other lengths and head sizes too: --length, --head-dim"
-_ONE_HEAD = (
-    "the suite has one head, no slopes and no sinks: a function that has these, one a head, or must be given them, is "
-    "asked with --alibi-slopes or --sinks"
-)
 # The case whose O tells a scale that is nearly right.
 _ORDINARY = "normal"
 
@@ -119,10 +114,8 @@ def check(
         causal: What fn masks: "none" or False; "top-left" or True; "bottom-right".
         window: (left, right): of row t it sees the keys t - left to t + right alone; -1: all on that side.
         softcap: c, where its scores are c tanh(alpha q.k / c).
-        alibi_slopes: Of a kernel with ALiBi, one slope a head: -slope |t - j| is added to the score of row t and key j.
-            The suite then has as many heads.
-        sinks: Likewise of a kernel with attention sinks of its own (gpt-oss), one logit a head; those of a parameter
-            ``sinks`` in every case.
+        alibi_slopes: Of ALiBi, one a head: -slope |t - j| is added to the scores; the suite has as many heads.
+        sinks: The logits of attention sinks (gpt-oss), likewise: fn's own, or those of its parameter ``sinks``.
         head_dim: D of the suite's inputs.
         length: T of the suite's inputs, for a kernel that takes some lengths alone; the real head has 192 rows, and is
             left out of longer ones.
@@ -133,7 +126,7 @@ def check(
         seed: Of the inputs.
         device: auto, cpu or cuda.
         declared: The recipe below 16 bits ("fa3-fp8", "sage2", …) that the kernel is meant to be, to whose errors
-            its own are held; None: what captures as ``target`` say.
+            its own are held; None: what captures say.
         folder: Where cases that fail go, each a capture for ``attn_diag.inspect`` or ``attribute``; None: nowhere.
         name: What reports and the baseline call the kernel.
         progress: Called with (done, total) after every case.
@@ -148,8 +141,7 @@ def check(
     stated = Stated.of(causal, scale, head_dim, window, softcap, alibi_slopes, sinks)
     asked = suite.Asked(dtype, stated, head_dim, seed, length)
     where, path = pick_device(device), None if baseline is None else Path(baseline)
-    stored = suite.captures_of(target)
-    arranging = None
+    stored, arranging = suite.captures_of(target), None
     if stored is not None:
         if cases is not None or captures:
             raise InputError("stored observations are judged as they are: cases and captures need a kernel to run")
@@ -159,7 +151,7 @@ def check(
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(cases, kernel, declared, stated, length)
+        names = suite.choose(cases, kernel, declared, length, stated)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
         if ARRANGED in names:
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
@@ -254,9 +246,7 @@ class _Check:
         try:
             runs, deterministic, notes = self.subject.outputs(inputs)
         except MisfitError as error:
-            if inputs.capture is None and (error.__cause__ is not None or "of shape" in str(error)):
-                self.notes.append(_OTHER_INPUTS)
-                self.notes += [_ONE_HEAD] if self.asked.stated.heads is None else []
+            self.notes += closer.other_inputs(error, inputs, self.asked.stated)
             return [_misfit(inputs, case, str(error))]
         self.notes += notes
         case = replace(case, deterministic=deterministic)
@@ -308,14 +298,8 @@ class _Check:
         if measured.misfit is not None:
             return fit_of(inputs, o, kernel, self.where)[1]
         # What a scale that is nearly right makes of a declared kernel, its verdict says.
-        judged = () if self.declared is not None else measured.quantities
-        answer = next((v.answer for v in judged if v.quantity == "o"), None)
-        if answer in ("wrong", "lossy") and inputs.name == _ORDINARY and (other := other_limit(inputs, o, self.where)):
-            return other
-        # A mask that lets through what few rows show of most inputs is seen at once where it is asked for.
-        words = mask_fault(inputs, kernel) if answer == "wrong" and kernel is not None else None
-        off = next((v.relative_error or 0.0 for v in judged if v.quantity == "o"), 0.0)
-        return None if words is None else OtherFunction(off, words, of_mask=True)
+        of_o = None if self.declared else next((v for v in measured.quantities if v.quantity == "o"), None)
+        return nearly(inputs, o, of_o, kernel, self.where, limits=inputs.name == _ORDINARY)
 
     def _saved(self, name: str, inputs: CaseInputs, outputs: dict[str, Tensor] | None) -> Path | None:
         """The capture of a failing case, where a folder for them was given."""

@@ -16,6 +16,8 @@ from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import OtherFunction
 from attn_diag.testing.probing.catalogue import PROBES
+from attn_diag.testing.stated import Stated
+from attn_diag.testing.target import MisfitError
 
 # The suite's name of a case, where the probe that looks closer has another.
 _PROBES = {"pairs": "duplicates"}
@@ -42,6 +44,18 @@ def of_capture(capture: Capture, command: str, options: Sequence[str] = ()) -> s
     if capture.source == "memory":
         return None
     return " ".join([f"attn-diag {command}", source_argument(capture.source), *options])
+
+
+def other_inputs(error: MisfitError, inputs: CaseInputs, stated: Stated) -> list[str]:
+    """What else a kernel may be asked that does not take a case of the suite."""
+    if inputs.capture is not None or not (error.__cause__ is not None or "of shape" in str(error)):
+        return []
+    of_heads = (
+        "the suite has one head, no slopes and no sinks: a function that has these, one a head, or must be given them, "
+        "is asked with --alibi-slopes or --sinks"
+    )
+    others = "the suite has inputs of other lengths and head sizes too: --length, --head-dim"
+    return [others, of_heads] if stated.heads is None else [others]
 
 
 def of_other(
