@@ -43,7 +43,7 @@ def test_a_function_is_asked_for_sinks_where_it_takes_them() -> None:
 @pytest.mark.parametrize(
     ("fn", "quantity", "words"),
     [
-        (planted.dropped, "o", "no sink (the sink dropped)"),
+        (planted.dropped, "o", "it drops its sinks: O fits attention without them"),
         (planted.wrong_sign, "dsinks", "it has the wrong sign"),
         (planted.mean_over_the_batch, "dsinks", "it is a mean over the batch, not a sum"),
     ],

@@ -265,7 +265,8 @@ def test_limits_that_are_none_are_refused(call: Callable[[], Any], words: str) -
 @pytest.mark.parametrize("window", [[8, 0], np.array([8, 0]), torch.tensor([8, 0])], ids=["list", "NumPy", "torch"])
 def test_numbers_of_other_libraries_become_python_s(window: Any) -> None:
     stated = Stated.of("none", np.float32(0.25), 16, window, torch.tensor(30.0))  # type: ignore[arg-type]
-    assert repr(stated) == "Stated(causal='none', scale=0.25, window=(8, 0), softcap=30.0)"
+    assert stated == Stated("none", 0.25, (8, 0), 30.0)
+    assert [type(x) for x in (stated.scale, *(stated.window or ()), stated.softcap)] == [float, int, int, float]
     q, k, v = (torch.randn(1, 1, 16, 16).bfloat16() for _ in range(3))
     found = attn_diag.inspect(q, k, v, o=v, window=window, softcap=np.int64(30))  # type: ignore[arg-type]
     assert type(found).from_json(found.to_json()) == found

@@ -43,9 +43,10 @@ MIN_HEADS = 16
 # whose cast errs to one side, as in the normaliser's probes.
 _LEADING_CAP = 5.0
 _OF_CASTS = ("normaliser-down", "normaliser-up")
-# With ALiBi one head alone has the first slope; and where the bias alone is left of the scores, all rows have the same
-# P, whose casts do not average out: l and what multiplies V then differ as they do in the normaliser's probes.
-_WITHOUT_SLOPES = ("batch", "constant-rows", *_OF_CASTS)
+# With ALiBi or sinks one head alone has the first one's; and where the bias alone is left of the scores, all rows have
+# the same P, beside a sink all keys the same P_bar, whose casts do not average out: l and what multiplies V then differ
+# as they do in the normaliser's probes.
+_OF_LIKE_HEADS = ("batch", "constant-rows", *_OF_CASTS)
 # A softcap is looked for in so many of the probes that are furthest off.
 _SEARCHED = 3
 _SMALLEST = {"length T": 16, "head dimension D": 8}
@@ -91,8 +92,8 @@ def probe(
             -slope |i - j|. A recipe, and a function with a parameter of that name, is given them; another function has
             slopes of its own, which must be these. The probes "batch", "constant-rows" and the normaliser's are left
             out.
-        sinks: Likewise of a kernel with attention sinks, one logit a head, which joins the softmax's sum. The probes
-            "batch" and the normaliser's are left out.
+        sinks: Likewise of a kernel with attention sinks, one logit a head, which joins the softmax's sum. The same
+            probes are left out.
         scale: What fn multiplies scores by; by default 1/sqrt(D).
         device: auto, cpu or cuda.
         level: Of the tests after Benjamini-Hochberg.
@@ -356,8 +357,8 @@ def _suited(chosen: list[Probe], draw: Draw, *, by_name: bool) -> list[Probe]:
     stated = draw.stated
     cap = stated.softcap or math.inf
     left_out = {
-        "of a kernel with alibi_slopes": _WITHOUT_SLOPES if stated.alibi_slopes else (),
-        "of a kernel with sinks": ("batch", *_OF_CASTS) if stated.sinks else (),
+        "of a kernel with alibi_slopes": _OF_LIKE_HEADS if stated.alibi_slopes else (),
+        "of a kernel with sinks": _OF_LIKE_HEADS if stated.sinks else (),
         "of float32: they show a mismatch that the cast of P makes": _OF_CASTS if draw.dtype.itemsize > 2 else (),
         "of capped scores, which are not those whose cast errs": _OF_CASTS if stated.softcap else (),
         f"below a softcap of {HIDING_CAP:g}, where no score hides a key": () if hides_appended(stated) else ("length",),

@@ -54,8 +54,8 @@ OF_PARAMETERS = {DROPOUT: "dropout_mask", SINK_LOGITS: "sinks"}
 # What a kernel below 16 bits is asked by default: on the others all rows share one number's rounding, which a scale a
 # little larger moves by many times, and by arrangements its scales hold later tokens by design.
 OF_DECLARED = ("normal", "pairs", "tails", "outliers", REAL_HEAD)
-# Where ALiBi's bias is all of the scores: rows have one P then, whose casts do not average out.
-NOT_OF_SLOPES = ("constant-rows", "normaliser-down", "normaliser-up")
+# With ALiBi all rows have one P there, and with sinks all keys one P_bar below 1: casts that do not average out.
+_OF_LIKE_HEADS = ("constant-rows", "normaliser-down", "normaliser-up")
 _REAL_HEAD_FILE = Path(str(files("attn_diag.data"))) / "failing_step500_L2H7_first_rows.safetensors"
 SEQUENCES = 16  # independent, the clusters of the tests: t with 15 degrees of freedom
 # What trainings drop. Its reciprocal is no number of 16 bits: a factor that is rounded to them shows.
@@ -89,8 +89,8 @@ def choose(
     found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
-    less = {} if stated is None else {SINK_LOGITS: stated.sinks, **dict.fromkeys(NOT_OF_SLOPES, stated.alibi_slopes)}
-    told = [n for n in found if not less.get(n) and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
+    less = () if stated is None or stated.heads is None else (*_OF_LIKE_HEADS, *[SINK_LOGITS] * bool(stated.sinks))
+    told = [n for n in found if n not in less and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
 
