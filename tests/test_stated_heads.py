@@ -19,9 +19,10 @@ from attn_diag.errors import InputError
 from attn_diag.testing.hunting.hunt import drawn_capture
 from attn_diag.testing.hunting.inputs import Material
 from attn_diag.testing.next_command import Again
-from attn_diag.testing.other_function import fit_of, mask_fault, nearly, other_limit
+from attn_diag.testing.other_function import fit_of, nearly, other_limit
 from attn_diag.testing.probing.search import limit_suspect
 from attn_diag.testing.regression import cases as suite
+from attn_diag.testing.seen_keys import mask_fault
 from attn_diag.testing.stated import Stated, fitting, hides_appended, same_function
 from attn_diag.testing.target import Target
 
@@ -109,12 +110,13 @@ def test_sinks_that_are_not_stated_are_read_off_o() -> None:
 
 
 def test_usual_slopes_lead_to_the_same_command() -> None:
-    given = case("normal")
+    q, k, v = (torch.randn(1, 4, 96, 32, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    given = Stated.of(True, None, 32).case("normal", q, k, v)
     _, other = fit_of(given, kernels.usual(given.q, given.k, given.v), target(kernels.usual), CPU)
     assert other is not None
     for name in ("check", "probe", "invariance"):
         following = other.again(name, Again("m:f", "bf16", Stated("top-left", 0.125)))
-        assert following == f"attn-diag {name} m:f --causal top-left --alibi-slopes 0.00390625"
+        assert following == f"attn-diag {name} m:f --causal top-left --alibi-slopes 0.25,0.0625,0.015625,0.00390625"
 
 
 def test_a_function_of_several_heads_is_told_how_it_is_asked() -> None:
@@ -128,7 +130,7 @@ def test_cases_whose_casts_do_not_average_out_are_left_out() -> None:
     stated, alone = Stated.of(True, None, 64, sinks=SINKS), Stated.of(True, None, 64)
     left = set(suite.choose(None, target(kernels.told), None, stated=alone))
     left -= set(suite.choose(None, target(kernels.told), None, stated=stated))
-    assert left == {"constant-rows", "normaliser-down", "normaliser-up", "sink-logits"}
+    assert left == {"constant-rows", "normaliser-down", "normaliser-up", "sink-logits", "real-head"}
     for name in ("batch", "constant-rows", "normaliser-up"):
         with pytest.raises(InputError, match=f"{name} is no probe of a kernel with sinks"):
             attn_diag.probe(kernels.sunk, sinks=SINKS, probes=[name], **ASKED)

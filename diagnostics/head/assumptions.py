@@ -178,7 +178,7 @@ def _check_out(
             return Misfit(observation, "o", stated.error, False, None, other.error, cut.short)
     others: dict[str, Iterator[tuple[str, Capture]]] = {
         "sinks": with_other_sinks(capture, observation, device),
-        "slopes": with_other_slopes(capture),
+        "slopes": with_other_slopes(capture, observation, device),
         "dropout": with_other_dropouts(capture),
     }
     for field, captures in others.items():

@@ -272,8 +272,8 @@ class NoiseCollector:
         """Take one block of the reference."""
         rows, keys, inverse = block.rows, block.keys, block.inverse_row_sum
         visible = block.unnormalised_probs.sign()  # P_bar is never negative
-        top = block.row_max.masked_fill(block.fully_masked, 0.0)
-        relative = (self._relative + (_FP32_SCORE * top).square())[:, None]
+        scores = (_FP32_SCORE * block.row_max.masked_fill(block.fully_masked, 0.0)).square()
+        relative = (self._relative + scores)[:, None]
         squares = block.probs.square()
         times = None if self.same_keys is None else together(self.same_keys[keys], visible)
 
@@ -281,8 +281,7 @@ class NoiseCollector:
             return values if times is None else values * times
 
         self.variance["row_sum"][rows] = counted(squares).sum(1) * self._relative
-        above = 1.0 if self.head.sink is None else (self.head.sink - top).clamp(min=0.0).exp()  # m may begin there
-        probs = squares * relative + visible * (self._smallest * (inverse * above).square())[:, None]
+        probs = squares * relative + visible * (self._smallest * inverse.square())[:, None]
         probs = self.head.drop(self.head.drop(probs, rows, keys), rows, keys)
         o = counted(probs) @ self._v2[keys] + ulp(block.out, self.out).square() / 12
         self.variance["o"][rows] = o

@@ -12,9 +12,13 @@ import torch
 from attn_diag.captures.alibi import SLOPES
 from attn_diag.captures.capture import Capture
 from attn_diag.head.mistakes import Mistake
+from attn_diag.head.read import read_float64, read_head
+from attn_diag.head.slope_fit import fit_slope
 from attn_diag.reference import Alibi, AttentionHead
 
 _MOST_HEADS = 16
+# Rows that a slope is read off, and slopes that are told.
+_ROWS, _LISTED = 128, 4
 # Slopes this near, over the larger one, are one slope: a bias of 64 moves by less than a sixteenth.
 _SAME = 2.0**-10
 
@@ -79,11 +83,13 @@ def usual_slopes(heads: int) -> list[float]:
     return found + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
 
 
-def with_other_slopes(capture: Capture) -> Iterator[tuple[str, Capture]]:
+def with_other_slopes(capture: Capture, observation: str, device: torch.device) -> Iterator[tuple[str, Capture]]:
     """The capture with other slopes in all its heads, and what is to be said where its O fits them.
 
     Args:
         capture: The capture.
+        observation: The observation with an O, from which other slopes are read.
+        device: Where they are computed.
 
     Yields:
         Words and capture.
@@ -108,6 +114,21 @@ def with_other_slopes(capture: Capture) -> Iterator[tuple[str, Capture]]:
     }  # fmt: skip
     for words, factor in mistakes.items():
         yield f"other ALiBi slopes: O fits the stated ones {words}", _with(bare, stated * factor, capture)
+    fitted = [_seen(capture, observation, head, device) for head in range(capture.q_heads)]
+    known = [slope for slope in fitted if slope is not None]
+    if len(known) == len(fitted):
+        listed = ", ".join(f"{s:.3g}" for s in known[:_LISTED]) + (", …" if len(known) > _LISTED else "")
+        yield f"other ALiBi slopes: O fits {listed}", _with(bare, torch.tensor(known, dtype=torch.float32), capture)
+
+
+def _seen(capture: Capture, observation: str, head: int, device: torch.device) -> float | None:
+    """The slope that a head's O seems to have seen."""
+    inputs = read_head(capture, 0, head, device)
+    out = read_float64(capture, capture.key(observation, "o"), 0, head, device)
+    if out is None or inputs.head.masking.alibi is None:
+        return None if out is None else capture.alibi_slope(0, head)
+    rows = torch.linspace(0, len(out) - 1, min(len(out), _ROWS), device=device).long()
+    return fit_slope(inputs.head, rows, out[rows].masked_fill(inputs.unusable[rows, None], math.nan))
 
 
 def _with(bare: Capture, slopes: torch.Tensor, stated: Capture) -> Capture:

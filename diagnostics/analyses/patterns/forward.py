@@ -24,6 +24,7 @@ from attn_diag.analyses.patterns.readings import (
 )
 from attn_diag.analyses.patterns.slab import slab_of
 from attn_diag.head.bounded_mask import Leak, words_of
+from attn_diag.head.slope_fit import fit_slope, with_slope
 from attn_diag.reference import AttentionHead, reference_rows
 from attn_diag.reference.masking import ABSORBS, adds, hides
 
@@ -44,6 +45,9 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     yield from _bounded_mask(evidence, rows)
     yield from _mask_before_the_cap(head, rows)
+    if head.masking.alibi is not None and (slope := fit_slope(head, rows, evidence.observed[rows])) is not None:
+        words = f"are what an ALiBi slope of {slope:.4g}, not {head.masking.alibi.slope:.4g}, gives"
+        yield Guess("alibi", words, reference_rows(with_slope(head, slope), rows).out, 1, fitted=1)
     yield from _behind_softmax(head, rows)
     block = reference_rows(head, rows)
     yield Guess("normalisation", "were not divided by the row sum", block.unnormalised_out)
@@ -80,10 +84,11 @@ def _mask_before_the_cap(head: AttentionHead, rows: Tensor) -> Iterator[Guess]:
     both = [x for x in (hidden, of_mask) if x is not None]
     if not both:
         return
-    unseen = torch.stack(both).any(0).double()
-    block = reference_rows(head, rows)
-    weight = (-cap - block.lse)[:, None].exp()
-    out = (block.out + weight * (unseen @ head.v)) / (1 + weight * unseen.sum(1, keepdim=True))
+    block, bias = reference_rows(head, rows), head.k.new_full((len(rows), len(head.k)), -cap)
+    if (alibi := masking.alibi) is not None:
+        alibi.add_to(bias, alibi.distances(head.positions[rows], slice(0, len(head.k)), len(head.k)))
+    weight = torch.stack(both).any(0) * (bias - block.lse[:, None]).exp()
+    out = (block.out + weight @ head.v) / (1 + weight.sum(1, keepdim=True))
     words = f"are what a mask that is applied before the softcap gives (hidden scores are then -{cap:g}, not -inf)"
     yield Guess("mask", words, torch.where(block.lse.isfinite()[:, None], out, block.out))
 

@@ -69,17 +69,6 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
     if unequal and masking.window is not None and masking.causal == "none":
         first = torch.arange(len(head.q), device=head.k.device)
         yield reading("a window counted from the first key (top-left)", replace(masking, positions=first))
-    if left is not None or right is not None:
-        positions = head.positions
-        border = "causal border" if masking.window is None else "mask"
-        yield reading(f"a {border} one key further on", replace(masking, positions=positions + 1))
-        yield reading(f"a {border} one key earlier", replace(masking, positions=positions - 1))
-        if masking.causal != "none":
-            for size in _TILES:
-                end = (positions // size + 1) * size - 1
-                if size < len(head.k):
-                    words = f"a diagonal tile of {size} keys without its causal mask"
-                    yield reading(words, replace(masking, positions=end))
     if masking.window is not None:
         yield reading("attention without the window", replace(masking, window=None))
         for side in (0, 1):
@@ -97,6 +86,18 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             if abs(usual - masking.window[0]) > 1:
                 other = (usual, min(masking.window[1], usual))
                 yield reading(f"the window {other[0]},{other[1]}", replace(masking, window=other))
+    # After the windows: rows whose own key weighs nothing show both.
+    if left is not None or right is not None:
+        positions = head.positions
+        border = "causal border" if masking.window is None else "mask"
+        yield reading(f"a {border} one key further on", replace(masking, positions=positions + 1))
+        yield reading(f"a {border} one key earlier", replace(masking, positions=positions - 1))
+        if masking.causal != "none":
+            for size in _TILES:
+                end = (positions // size + 1) * size - 1
+                if size < len(head.k):
+                    words = f"a diagonal tile of {size} keys without its causal mask"
+                    yield reading(words, replace(masking, positions=end))
     masking = head.masking
     if masking.mask is not None:
         yield reading("attention without the mask", replace(masking, mask=None))

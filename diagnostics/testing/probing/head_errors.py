@@ -34,6 +34,8 @@ from attn_diag.work import map_in_order
 _FP32 = 2.0**-23
 # fp32 below its normal numbers is zero where subnormals are flushed: ex2.approx.ftz on GPUs, vectorised exp on CPUs.
 _FLUSHED = 2.0**-126
+# Of a sink so far above all scores O is 0 in fp32.
+_MOST_ABOVE = 120.0
 # An O whose spacing is no more than 2^8 of fp32's shows what fp32 arithmetic does: orders of sums, exp, alpha's cast.
 _FINE_PRECISION = 23 - 8
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -343,11 +345,12 @@ def error_budget(
         far = alibi.distances(head.positions[block.rows], block.keys, len(head.k))
         magnitude = magnitude + abs(alibi.slope) * far.abs()
     largest = magnitude.masked_fill_(block.scores == -torch.inf, 0.0).amax(1)
-    if head.sink is not None:  # whose exp errs by its own argument
-        largest = largest + abs(head.sink) / q.shape[1]
     shift = largest * (q.shape[1] + (8 if head.softcap is None else 16)) * _FP32
     sums = 1 + (keys + 8) * _FP32
     reach, weight, inverse = block.probs @ v + block.out.abs(), v.sum(0), block.inverse_row_sum
+    # A kernel may begin its maximum with the sink's logit; then all P_bar are so many times smaller, and so is l.
+    top = block.row_max.nan_to_num(neginf=0.0)
+    above = torch.ones_like(top) if head.sink is None else (head.sink - top).clamp(0.0, _MOST_ABOVE).exp()
     logs = 4 * _FP32 * (block.row_max.abs() + block.row_sum.log())
     smallest = float(ulp(torch.zeros(1, dtype=torch.float64), fmt)) / 2
 
@@ -356,9 +359,9 @@ def error_budget(
         # Where f reaches 1 (scores of many thousands) nothing is promised.
         inner = torch.where(f < 1, f / (1 - f).clamp(min=1e-300) * reach, torch.inf)
         lost = tiny * (weight + block.out.abs() * keys) + _FLUSHED * keys
-        inner = inner + lost * inverse[:, None] + _FLUSHED
+        inner = inner + lost * (above * inverse)[:, None] + _FLUSHED
         o = inner + last * ulp((block.out.abs() + inner).clamp(max=out.largest), out)
-        of_l = casts * sums - 1 + tiny * keys * inverse
+        of_l = casts * sums - 1 + tiny * keys * above * inverse
         moved = shift - torch.log1p(-of_l.clamp(max=1.0)) + logs
         return ErrorBudget(o, moved + last * ulp((block.lse.abs() + moved).clamp(max=lse.largest), lse))
 

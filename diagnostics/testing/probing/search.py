@@ -14,7 +14,8 @@ from attn_diag.reference import format_of, reference_head, reference_rows
 from attn_diag.results.wording import percent
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs
-from attn_diag.testing.other_function import mask_fault, other_limit, wrong_numbers
+from attn_diag.testing.other_function import other_limit, wrong_numbers
+from attn_diag.testing.seen_keys import mask_fault
 from attn_diag.testing.target import RECIPE_DTYPES, Target
 
 # Half of a rounding's error of l and one of O's elements: what l in the inputs' format makes is a half.

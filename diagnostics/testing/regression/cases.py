@@ -89,7 +89,11 @@ def choose(
     found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
-    less = () if stated is None or stated.heads is None else (*_OF_LIKE_HEADS, *[SINK_LOGITS] * bool(stated.sinks))
+    less = (
+        ()
+        if stated is None or stated.heads is None
+        else (*_OF_LIKE_HEADS, *((SINK_LOGITS, REAL_HEAD) if stated.sinks else ()))
+    )
     told = [n for n in found if n not in less and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
