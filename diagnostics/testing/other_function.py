@@ -1,7 +1,8 @@
 """Which function a kernel computes, where it is not the one it was called as: another mask, scale or layout, or none.
 
 ``probe`` and ``check`` stop at such a kernel: every figure about its rounding would be of another function's. They say
-what fits (other metadata, tried as ``inspect`` tries them), else which keys its rows see (``seen_keys``), else what ``inspect`` finds in O.
+what fits (other metadata, tried as ``inspect`` tries them), else which keys its rows see (``seen_keys``), else what
+``inspect`` finds in O.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device, below: floa
     others = [("alibi_slopes", *found) for found in with_other_slopes(capture, DEFAULT_OBSERVATION, device)]
     others += [("sinks", *found) for found in with_other_sinks(capture, DEFAULT_OBSERVATION, device)]
     fits = [(out_fit(other, DEFAULT_OBSERVATION, device), name, words, other) for name, words, other in others]
-    known = [(fit.error, *rest) for fit, *rest in fits if fit is not None and fit.ok]
+    known = [(fit.error, name, words, other) for fit, name, words, other in fits if fit is not None and fit.ok]
     if not known:
         return None
     error, name, words, other = min(known, key=lambda one: one[0])

@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from attn_diag.captures.given import Array
 from attn_diag.captures.metadata import Causal, Metadata, as_number, as_window
 from attn_diag.errors import InputError
 from attn_diag.reference import Masking
@@ -25,7 +26,7 @@ PER_HEAD = ("alibi_slopes", "sinks")
 # What a kernel may be said to have besides causality and a scale.
 LIMITS = ("window", "softcap", *PER_HEAD)
 # As users give it: a list, an array or a tensor.
-PerHead = Sequence[float] | Tensor | None
+PerHead = Sequence[float] | Array | None
 HIDING_CAP = 30.0
 """exp(-2 c) of such a cap c is 0 beside 1 in fp32."""
 
@@ -154,7 +155,7 @@ def stated_words(said: Said) -> str:
 def _first(numbers: Numbers) -> list[float] | None:
     """One a head; of a batch whose items differ those of the first."""
     if isinstance(numbers, Tensor):
-        return numbers.view(-1, numbers.shape[-1])[0].tolist()  # type: ignore[no-any-return]
+        return numbers.view(-1, numbers.shape[-1])[0].tolist()
     return None if numbers is None else list(numbers)
 
 
@@ -163,7 +164,7 @@ def _of_heads(name: str, given: PerHead) -> tuple[float, ...] | None:
     if given is None:
         return None
     try:
-        listed = given.tolist() if hasattr(given, "tolist") else given
+        listed: Any = given.tolist() if hasattr(given, "tolist") else given
         found = [] if isinstance(listed, str | bytes) else [as_number(name, x) for x in listed]
     except (TypeError, InputError, RuntimeError):
         found = []

@@ -139,12 +139,13 @@ class Evidence:
 
     def _beyond(self, block: RowBlock) -> Tensor:
         """Which rows of O are clearly off by what no weights of the few keys that they see make, [n]."""
-        found, seen = torch.zeros(len(block.rows), dtype=torch.bool, device=block.rows.device), block.probs > 0
+        rows, seen = torch.arange(len(self.truth), device=block.probs.device)[block.rows], block.probs > 0
+        found = torch.zeros_like(rows, dtype=torch.bool)
         for at in (seen.sum(1) < self.truth.shape[1]).nonzero()[:, 0].tolist():
-            error, own = self.error[block.rows[at]], self.heads[0].v[block.keys][seen[at]]
+            error, own = self.error[rows[at]], self.heads[0].v[block.keys][seen[at]]
             basis = torch.linalg.qr(own.T)[0]
             left = (error - basis @ (basis.T @ error)).square().sum()
-            found[at] = bool(left > CLEAR * self.noise[block.rows[at]])
+            found[at] = bool(left > CLEAR * self.noise[rows[at]])
         return found
 
     def dimensions(self, rows: Tensor, *, any_factor: bool = True) -> float:

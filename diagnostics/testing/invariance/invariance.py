@@ -285,7 +285,7 @@ class _Run:
         group = inputs.q.shape[1] // inputs.k.shape[1]
         item, kv = slice(batch, batch + 1), head // group
         one, key = (item, slice(head, head + 1)), (item, slice(kv, kv + 1))
-        own = {n: None if (x := getattr(inputs, n)) is None else x[head : head + 1] for n in PER_HEAD}
+        own: dict[str, Any] = {n: None if (x := getattr(inputs, n)) is None else x[head : head + 1] for n in PER_HEAD}
         alone = replace(inputs, q=inputs.q[one], k=inputs.k[key], v=inputs.v[key], do=None, **own)
         capture = alone.captured({"o": outputs["o"][one]})
         found = identify_head(capture, DEFAULT_OBSERVATION, 0, 0, self.target.device)

@@ -89,11 +89,7 @@ def choose(
     found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
-    less = (
-        ()
-        if stated is None or stated.heads is None
-        else (*_OF_LIKE_HEADS, *((SINK_LOGITS, REAL_HEAD) if stated.sinks else ()))
-    )
+    less = [*_OF_LIKE_HEADS] * bool(stated and stated.heads) + [SINK_LOGITS, REAL_HEAD] * bool(stated and stated.sinks)
     told = [n for n in found if n not in less and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]
