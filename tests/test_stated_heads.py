@@ -170,11 +170,11 @@ def test_a_hunt_keeps_the_heads_of_a_kernel_that_has_numbers_of_its_own() -> Non
 @pytest.mark.usefixtures("forked_workers")
 def test_a_hunt_draws_inputs_with_the_stated_heads(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"causal": "top-left", "only": ["length"], "budget_s": 10.0, "device": "cpu"}
-    for name in ("everything", "told"):
-        more = {"softcap": 20.0} if name == "everything" else {}
-        found = attn_diag.hunt(f"stated_heads:{name}", alibi_slopes=SLOPES, sinks=SINKS, **asked, **more)
+    asked["alibi_slopes"] = SLOPES
+    for name, cap in (("everything", 20.0), ("told", None)):
+        found = attn_diag.hunt(f"stated_heads:{name}", sinks=torch.tensor(SINKS), softcap=cap, **asked)
         assert found.passed, found.report()
-    found = attn_diag.hunt("stated_heads:other_heads", alibi_slopes=SLOPES, folder=tmp_path, **asked)
+    found = attn_diag.hunt("stated_heads:other_heads", folder=tmp_path, **asked)
     assert not found.passed
 
 

@@ -43,6 +43,7 @@ _NAMES = {"o": "O", "lse": "LSE"}
 # O is as far off as one rounding where its error is at most so many times that. A scale that leaves half of the error
 # and a rounding itself takes away sqrt(3) roundings or more, and the error is two.
 _ONE_ROUNDING = 1.5
+_ALIKE = 1.1
 
 
 def check_assumptions(capture: Capture, observations: Sequence[str], device: torch.device) -> Assumptions:
@@ -185,7 +186,8 @@ def _check_out(
         fits = [(out_fit(c, observation, device), words) for words, c in captures]
         known = [(f.error, words) for f, words in fits if f is not None and f.fits and f.error <= explained(stated, f)]
         if known:
-            error, words = min(known)
+            # Of those that fit as well the first: numbers that are fitted come last.
+            error, words = next(one for one in known if one[0] <= _ALIKE * min(known)[0])
             said: dict[str, Any] = {field: words}
             return Misfit(observation, "o", stated.error, False, None, error, **said)
     best = better_reading(capture, observation, device, stated)

@@ -32,7 +32,7 @@ from attn_diag.testing.stated import stated_words
 from attn_diag.testing.target import Target
 
 # Other slopes leave so much less of O's error, at least, and no more than two roundings of O.
-_BEATS = 4.0
+_BEATS, _ALIKE = 4.0, 1.1
 # A softcap that explains O takes half of its squared error away, and leaves hardly more than one rounding of O makes.
 _MOST, _ROUNDINGS = math.sqrt(0.5), 1.5
 # A fit knows a scale to so much of it, or better.
@@ -190,7 +190,8 @@ def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device, below: floa
     known = [(fit.error, name, words, other) for fit, name, words, other in fits if fit is not None and fit.ok]
     if not known:
         return None
-    error, name, words, other = min(known, key=lambda one: one[0])
+    # Of those that fit as well the first: numbers that are fitted come last.
+    error, name, words, other = next(k for k in known if k[0] <= _ALIKE * min(error for error, *_ in known))
     least = min(stated.error / (2 if below < math.inf else _BEATS), below, 2.0 ** -format_of(o.dtype).precision)
     if not error < least:
         return None
