@@ -89,11 +89,11 @@ SLOPES = alibi_functions.SLOPES.tolist()
         ("sound", SLOPES, None),
         ("off_by_one_head", SLOPES, "it has ALiBi slopes off by one head: O fits those of the head before"),
         ("sound", None, "it has ALiBi's usual slopes, which are not stated: O fits them"),
-        ("sound", [1.5 * slope for slope in SLOPES], "it returns an O"),
+        ("sound", [1.5 * slope for slope in SLOPES], "it has other ALiBi slopes: O fits 0.25, 0.0625, 0.0156, 0.0039"),
     ],
 )
 def test_probe_knows_slopes(name: str, slopes: list[float] | None, words: str | None) -> None:
-    """What is given are the kernel's own slopes or not; of a factor of 1.5 no known mistake is made up."""
+    """What is given are the kernel's own slopes or not; behind a factor of 1.5 these are read off O."""
     found = attn_diag.probe(
         getattr(alibi_functions, name), shape=(2, 4, 96, 32), causal="top-left", alibi_slopes=slopes, device="cpu",
         probes=["normal", "unit-vectors", "length"],

@@ -277,3 +277,30 @@ def test_a_mask_before_the_softcap_is_named() -> None:
 def test_check_asks_a_kernel_for_its_mask_where_o_is_wrong() -> None:
     found = attn_diag.check(kernels.masked_first, cases=["large-logits"], softcap=30.0, backward=False, **ASKED)
     assert found.failures[0].suspect == "it masks scores before it caps them (hidden ones are then -30, not -inf)"
+
+
+def test_inspect_names_a_mask_before_the_softcap_and_a_window_from_the_first_key() -> None:
+    def words(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, **said: Any) -> str:
+        found = attn_diag.inspect(q, k, v, o=o, **said)
+        return "; ".join(p.words for h in found.heads for one in h.quantities for p in one.patterns)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 96, 64, generator=generator) for _ in range(3))
+    q, k, v = (4.5 * q).bfloat16(), (4.5 * k).bfloat16(), v.bfloat16()
+    o = kernels.attend(q, k, v, cap=10.0, mask_first=True)
+    assert "a mask that is applied before the softcap gives" in words(q, k, v, o, causal="top-left", softcap=10.0)
+    few = q[:, :, :40]
+    far = torch.arange(40)[:, None] - torch.arange(96)
+    scores = (few.float() @ k.float().mT / 8).masked_fill((far > 16) | (far < -8), -torch.inf)
+    o = (scores.softmax(-1) @ v.float()).bfloat16()
+    assert "a window counted from the first key (top-left) gives" in words(few, k, v, o, window=(16, 8))
+
+
+def test_a_slope_that_is_a_little_off_is_no_other_scale_or_softcap() -> None:
+    given = case("normal", alibi_slopes=[0.25])
+    o = kernels.attend(given.q, given.k, given.v, torch.tensor([0.2625]))
+    found = limit_suspect(given, o, CPU)
+    assert found is None
+    _, other = fit_of(given, kernels.attend(given.q, given.k, given.v, torch.tensor([0.4])), None, CPU)
+    assert other is not None
+    assert other.words == "has other ALiBi slopes: O fits 0.4"
