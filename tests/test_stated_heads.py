@@ -286,6 +286,7 @@ def test_inspect_names_a_mask_before_the_softcap_and_a_window_from_the_first_key
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 96, 64, generator=generator) for _ in range(3))
+    q[:, :, :4] = -k[:, :, :1]  # whose scores with the first keys are the lowest
     q, k, v = (4.5 * q).bfloat16(), (4.5 * k).bfloat16(), v.bfloat16()
     o = kernels.attend(q, k, v, cap=10.0, mask_first=True)
     assert "a mask that is applied before the softcap gives" in words(q, k, v, o, causal="top-left", softcap=10.0)

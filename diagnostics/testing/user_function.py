@@ -24,7 +24,7 @@ class Function:
 
     A parameter ``dropout_mask`` is given which probabilities are kept, bool [B, H, Tq, Tk], and ``dropout_p`` the mean
     number of those that are not; where a call has no dropout, None and 0. ``sinks`` is given the logits of attention
-    sinks, [H] fp32, whose gradient is looked at too, and ``alibi_slopes`` ALiBi's, [H] (or [B, H]) fp32; where there
+    sinks, [H] fp32, whose gradient is looked at too, and ``alibi_slopes`` ALiBi's, [H] fp32 ([B, H] where sequences differ); where there
     are none, None, or what the parameter has by default.
     """
 
@@ -59,6 +59,8 @@ class Function:
         mask = None if case.dropout_mask is None else case.dropout_mask.to(q.device, copy=True)
         sinks = None if case.sinks is None else case.sinks.to(q.device)
         slopes = None if case.alibi_slopes is None else case.alibi_slopes.to(q.device, copy=True)
+        if slopes is not None and slopes.ndim == 2 and bool((slopes == slopes[:1]).all()):
+            slopes = slopes[0]
         told = {DROPOUT: mask, "dropout_p": case.dropout_p or 0.0, SINKS: sinks, SLOPES: slopes}
         kept = [n for n in self.own if told[n] is None]
         return self.called(q, k, v, **{name: told[name] for name in self.takes if name not in kept})

@@ -79,6 +79,8 @@ from {module} import {function}
 
 def kernel(q, k, v):
     slopes = None if SLOPES is None else SLOPES.to(q.device)
+    if slopes is not None and slopes.ndim == 2 and bool((slopes == slopes[:1]).all()):
+        slopes = slopes[0]
     told = {{"dropout_mask": KEPT, "dropout_p": P or 0.0, "sinks": SINKS, "alibi_slopes": slopes}}
     takes = signature(getattr({function}, "forward", {function})).parameters
     known = [n for n in told if n in takes and (told[n] is not None or takes[n].default in (None, takes[n].empty))]
