@@ -24,7 +24,7 @@ class Function:
 
     A parameter ``dropout_mask`` is given which probabilities are kept, bool [B, H, Tq, Tk], and ``dropout_p`` the mean
     number of those that are not; where a call has no dropout, None and 0. ``sinks`` is given the logits of attention
-    sinks, [H] fp32, whose gradient is looked at too, and ``alibi_slopes`` ALiBi's, [H] fp32 ([B, H] where sequences differ); where there
+    sinks, [H] fp32, whose gradient is looked at too, and ``alibi_slopes`` ALiBi's, [H] fp32; where there
     are none, None, or what the parameter has by default.
     """
 
