@@ -43,6 +43,14 @@ def sloped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, torch.tensor(SLOPES))
 
 
+def from_first_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Its bias is slope j (BLOOM, flash_attn 2 under causality): O is the same, LSE larger by slope times the row."""
+    keys = torch.arange(k.shape[2])
+    scores = q.float() @ k.float().mT * q.shape[3] ** -0.5 + torch.tensor(SLOPES)[:, None, None] * keys
+    lse = scores.masked_fill(keys > keys[:, None], -torch.inf).logsumexp(-1)
+    return sloped(q, k, v), lse
+
+
 def sunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Three sinks of its own."""
     return attend(q, k, v, sinks=torch.tensor(SINKS))

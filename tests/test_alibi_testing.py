@@ -71,7 +71,9 @@ def test_a_fault_of_slopes_is_hunted_down_and_its_script_shows_it(
     monkeypatch.chdir(Path(__file__).parent)
     found = hunted("wrong_where_lengths_differ", folder=tmp_path, only=["length"], budget_s=15.0)
     first = found.findings[0]
-    assert (first.fault, set(first.outputs)) == ("wrong", {"o"})
+    # Where one such length alone was reached in time, dV is coarse wherever O is wrong.
+    assert (first.fault, first.outputs["o"]) == ("wrong", "wrong")
+    assert set(first.outputs.values()) <= {"wrong", "lossy"}
     (condition,) = first.conditions
     # Square lengths are right, others are not.
     assert all(len(set(length.split("x"))) == 1 for length in condition.passing if length != "128x1")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import hunted_kernels
@@ -151,6 +152,25 @@ def test_a_sound_kernel_is_not_accused(axes: tuple[str, ...]) -> None:
     assert not search.rules, [(r.outputs, r.example.words) for r in search.rules]
     assert all(verdict.passed for verdict in search.runner.known.values())
     assert search.not_run == 0
+
+
+def test_the_cheapest_lengths_are_run_first_equal_or_not() -> None:
+    """A hunt whose time ends early has seen some where rows and keys differ."""
+    run: list[Variant] = []
+
+    def many(variants: list[Variant], _: Any) -> list[None]:
+        run.extend(variants)
+        return [None] * len(variants)
+
+    runner = cast("Any", SimpleNamespace(known={}, many=many))
+    first = Material.of(drawn_capture(Stated.of("none", None, 64))).as_captured
+    search = Search(runner, ("length",), cuda=False, fixed=False, seed=0)
+    search._sweep(first)
+    work = [v.rows * v.keys for v in run]
+    assert work == sorted(work)
+    assert sum(v.rows != v.keys for v in run[: len(run) // 2]) >= 5
+    # The table has them as they were.
+    assert [level for level, _ in search.tried["length"]][:3] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_what_a_kernel_refuses_is_no_fault() -> None:

@@ -16,10 +16,11 @@ from stated_heads import SINKS, SLOPES
 import attn_diag
 from attn_diag.cli.limits import Limits
 from attn_diag.errors import InputError
+from attn_diag.reference import reference_rows
 from attn_diag.testing.hunting.hunt import drawn_capture
 from attn_diag.testing.hunting.inputs import Material
 from attn_diag.testing.next_command import Again
-from attn_diag.testing.other_function import fit_of, nearly, other_limit
+from attn_diag.testing.other_function import as_counted, fit_of, nearly, other_limit
 from attn_diag.testing.probing.search import limit_suspect
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.seen_keys import mask_fault
@@ -96,6 +97,43 @@ def test_faults_of_stated_heads_are_named(kernel: Any, said: dict[str, Any], wor
     assert f"it {other.words}".startswith(words)
     # They are the kernel's fault, not another statement.
     assert not other.known
+
+
+def test_an_lse_may_count_alibi_from_the_first_key() -> None:
+    given = case("normal", alibi_slopes=SLOPES)
+    o, lse = kernels.from_first_key(given.q, given.k, given.v)
+    truth = given.head(0, 0, CPU)
+    shift = torch.tensor(SLOPES)[:, None] * torch.arange(lse.shape[2])
+    assert torch.allclose((lse - shift)[0, 0].double(), reference_rows(truth, torch.arange(128)).lse, atol=1e-5)
+
+    def origin(found: torch.Tensor) -> str:
+        return as_counted(given, {"o": o, "lse": found}, CPU).alibi_origin
+
+    assert [origin(x) for x in (lse, lse - shift, lse - shift / 2, 1.2 * lse)] == ["first-key", "row", "row", "row"]
+    found = attn_diag.check(kernels.from_first_key, cases=["normal"], alibi_slopes=SLOPES, **SMALL)
+    assert found.passed, found.report()
+    assert "lse" in [q.quantity for q in found.cases[0].quantities]
+    assert any(note.startswith("LSE counts ALiBi's bias from the first key") for note in found.notes)
+
+
+@pytest.mark.slow
+def test_an_lse_from_the_first_key_is_held_to_it() -> None:
+    def off(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = kernels.from_first_key(q, k, v)
+        return o, lse + 0.3
+
+    said: dict[str, Any] = {"alibi_slopes": SLOPES, **ASKED}
+    asked: dict[str, Any] = {"shape": (2, 3, 96, 32), "probes": ["normal"], **said}
+    found = attn_diag.check(off, cases=["normal"], **SMALL, alibi_slopes=SLOPES)
+    assert [f.quantity for f in found.failures] == ["lse"]
+    assert attn_diag.probe(off, **asked).outcome == "fail"
+    probed = attn_diag.probe(kernels.from_first_key, **asked)
+    assert probed.outcome == "ok"
+    assert probed.summary[-1].startswith("LSE counts ALiBi's bias from the first key")
+    moved = attn_diag.invariance(
+        kernels.from_first_key, shape=(2, 3, 48, 16), only=["run-to-run", "batch-size"], **said
+    )
+    assert moved.passed, moved.report()
 
 
 def test_sinks_that_are_not_stated_are_read_off_o() -> None:

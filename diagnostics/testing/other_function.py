@@ -8,20 +8,21 @@ what fits (other metadata, tried as ``inspect`` tries them), else which keys its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.inspection.inspect import inspect_captures
 from attn_diag.captures.capture import Capture
-from attn_diag.captures.metadata import Causal
+from attn_diag.captures.metadata import AlibiOrigin, Causal
 from attn_diag.captures.sources import DEFAULT_OBSERVATION
 from attn_diag.head.other_metadata import OtherMetadata, better_reading, capped_reading, scaled_reading
 from attn_diag.head.other_sinks import with_other_sinks
 from attn_diag.head.other_slopes import with_other_slopes
-from attn_diag.head.output_fit import OutputFit, out_fit
+from attn_diag.head.output_fit import OutputFit, lse_fit, out_fit
 from attn_diag.reference import format_of
 from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import function_words, number, percent
@@ -204,6 +205,38 @@ def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device, below: floa
     option = f"--{name.replace('_', '-')} {told}"
     words = words.replace("the capture does not state", "are not stated")
     return OtherFunction(stated.error, f"has {words}", "them stated", (option,), estimated=estimated)
+
+
+def as_counted(case: CaseInputs, outputs: Mapping[str, Tensor | None], device: torch.device) -> CaseInputs:
+    """The case with ALiBi's bias counted from where LSE has it: the row, or the first or last key.
+
+    Under a causal mask -slope (t - j) and slope j differ by a constant of the row: O is the same, LSE is not (BLOOM's,
+    and flash_attn 2's). All that is judged of them is judged of the case that is returned.
+    """
+    o, lse = outputs["o"], outputs.get("lse")
+    if o is None or lse is None or case.alibi_slopes is None or case.alibi_origin != "row" or case.causal == "none":
+        return case
+    capture = replace(case, do=None).captured({"o": o.detach().cpu(), "lse": lse.detach().cpu()})
+    fits: dict[AlibiOrigin, OutputFit] = {}
+    for origin in get_args(AlibiOrigin):
+        counted = replace(capture, metadata=replace(capture.metadata, alibi_origin=origin))
+        fit = lse_fit(counted, DEFAULT_OBSERVATION, device)
+        if fit is None:
+            return case
+        fits[origin] = fit
+    best = min(fits, key=lambda name: fits[name].error)
+    known = fits[best].fits and fits[best].error < fits["row"].error / _BEATS
+    return replace(case, alibi_origin=best) if known else case
+
+
+def origin_words(cases: Iterable[CaseInputs]) -> list[str]:
+    """What is to be said where LSE counts from elsewhere than the row."""
+    found = {c.alibi_origin for c in cases} - {"row"}
+    return [
+        f"LSE counts ALiBi's bias from the {origin.replace('-', ' ')}, not from the row: one number a row, of which O "
+        "has nothing; it is taken so"
+        for origin in sorted(found)
+    ]
 
 
 def _capture(case: CaseInputs, o: Tensor) -> Capture:

@@ -23,6 +23,7 @@ from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import percent
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.libraries import LIBRARIES
+from attn_diag.testing.other_function import as_counted
 from attn_diag.testing.regression.documented import explained, judged
 from attn_diag.testing.replaying.processes import Ran
 from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, emulate
@@ -104,6 +105,7 @@ class CaseJudge:
         return replace(found, passed=bool(ran.outputs) and not found.faults)
 
     def _outputs(self, case: CaseInputs, ran: Ran) -> CaseVerdict:
+        case = as_counted(case, ran.outputs, CPU)
         quantities = judge_quantities(case, ran.outputs, self.declared)
         bad = [q for q in quantities if q.answer in ("nonfinite", "wrong") and judged(q)]
         coarse = [q for q in quantities if q.answer == "lossy" and judged(q)]

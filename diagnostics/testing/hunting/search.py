@@ -6,6 +6,7 @@ that no rule covers is reduced to the changes of the first case that it takes, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -175,10 +176,10 @@ class Search:
     def _sweep(self, first: Variant) -> None:
         """Every axis by itself."""
         plan = {axis: levels(axis, first, cuda=self.cuda, fixed=self.fixed) for axis in self.axes}
-        # By turns, so that no axis is left out where the time does not reach for all levels.
-        turns = [
-            at(first, axis, x) for each in zip_longest(*plan.values()) for axis, x in zip(plan, each, strict=True) if x
-        ]
+        # By turns, the cheapest lengths first: where the time does not reach for all levels no axis is left out, nor
+        # are lengths of rows and keys that differ.
+        cheap = [sorted(found, key=_work) if axis == "length" else found for axis, found in plan.items()]
+        turns = [at(first, axis, x) for each in zip_longest(*cheap) for axis, x in zip(plan, each, strict=True) if x]
         axis_of = {at(first, axis, level): axis for axis, found in plan.items() for level in found}
         last = {at(first, axis, found[-1]) for axis, found in plan.items()}
 
@@ -326,6 +327,11 @@ class Search:
             HuntedAxis(axis, tuple(_tried_level(level_words(axis, x), v) for x, v in found))
             for axis, found in self.tried.items()
         )
+
+
+def _work(length: Level) -> int:
+    """How many scores a call of a length has."""
+    return math.prod(map(int, length))
 
 
 def _stopped(verdict: CaseVerdict) -> bool:

@@ -28,7 +28,7 @@ from attn_diag.testing.invariance.ruling import REPEATS, SAME_CALL, Rulings, sel
 from attn_diag.testing.libraries import LIBRARIES
 from attn_diag.testing.names import choose_names, imported
 from attn_diag.testing.next_command import Again
-from attn_diag.testing.other_function import OtherFunction, fit_of
+from attn_diag.testing.other_function import OtherFunction, as_counted, fit_of, origin_words
 from attn_diag.testing.stated import PER_HEAD, PerHead, Stated, fitting
 from attn_diag.testing.target import DTYPES, RECIPE_DTYPES, Attention, MisfitError, NoGradientError, Target
 from attn_diag.work import Progress
@@ -159,6 +159,9 @@ class _Run:
     def run(self, chosen: Sequence[Arrangement], seed: int, progress: Progress | None) -> Invariance:
         """Every path of every arrangement, and the report."""
         base = self._base()
+        counted = as_counted(base, self.calls.first(base)[0], self.target.device)
+        base, self.setting = counted, replace(self.setting, base=counted)
+        self.notes += [f"{words}." for words in origin_words([base])]
         outputs, expected = self.calls.first(base)
         one = replace(base, q=base.q[:1], k=base.k[:1], v=base.v[:1], do=None)
         other = fit_of(one, outputs["o"][:1], self.target, self.target.device, patterns=False)[1]

@@ -21,7 +21,7 @@ from attn_diag.statistics.means import adjust, require_level
 from attn_diag.statistics.welch import confidence
 from attn_diag.testing.case_inputs import CaseInputs
 from attn_diag.testing.next_command import USUAL_SHAPE, Again
-from attn_diag.testing.other_function import OtherFunction, fit_of
+from attn_diag.testing.other_function import OtherFunction, as_counted, fit_of, origin_words
 from attn_diag.testing.probing import inputs, verdict
 from attn_diag.testing.probing.catalogue import PROBES, Pair, Probe, choose
 from attn_diag.testing.probing.gradients import gradient_look, with_gradients
@@ -146,7 +146,10 @@ def probe(
         assumptions=assumptions,
         findings=judged,
         family_size=family,
-        summary=verdict.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
+        summary=(
+            *verdict.summarise(judged, assumptions, level, target.name, emulated=target.recipe is not None),
+            *(f"{words}." for words in origin_words(run.counted.values())),
+        ),
         outcome=outcome.outcome,
         suspect=outcome.suspect,
         certainty=outcome.certainty,
@@ -165,6 +168,8 @@ class _Run:
     level: float
     seed: int
     out_dtype: str = field(default="")
+    counted: dict[str, CaseInputs] = field(default_factory=dict)
+    """By how LSE counts ALiBi's bias: a case."""
 
     def check_assumptions(self) -> tuple[ProbeAssumptions, OtherFunction | None]:
         """On N(0,1) inputs: does fn compute what it is assumed to, and if not, what else?"""
@@ -219,6 +224,8 @@ class _Run:
             case = _built(item.name, item.build, self.draw)
             outputs = [self._call(item.name, case.q, case.k, v) for v in case.values]
             given = self.draw.stated.case(item.name, case.q, case.k, case.values[0])
+            given = as_counted(given, dict(zip(("o", "lse"), outputs[0], strict=True)), self.target.device)
+            self.counted[given.alibi_origin] = given
             measured += measure_case(case, outputs, given, self.target.device)
         size = sum(h.size for h in measured)
         predicted = [sum(p) / size for p in zip(*(h.predicted for h in measured if h.predicted), strict=True) if size]

@@ -23,7 +23,7 @@ from attn_diag.statistics.means import MIN_SEQUENCES, require_level
 from attn_diag.testing import suspects
 from attn_diag.testing.case_inputs import CaseInputs, fingerprint
 from attn_diag.testing.next_command import USUAL_SHAPE, Again
-from attn_diag.testing.other_function import OtherFunction, fit_of, nearly
+from attn_diag.testing.other_function import OtherFunction, as_counted, fit_of, nearly, origin_words
 from attn_diag.testing.probing.search import row_factor
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.regression import closer, judge
@@ -206,6 +206,7 @@ class _Check:
             r.failures += judge.failures_of(case, self.level)
         self._name_culprits(ran)
         self.notes += words_of([r.case for r in ran])
+        self.notes += [] if self.subject.stored else origin_words([r.inputs for r in ran])
         failures = [f for r in ran for f in r.failures]
         arranged = None
         if self.arranging is not None and not any(r.other for r in ran):
@@ -215,9 +216,7 @@ class _Check:
             failures, self.notes = [*failures, *arranged.failures], [*self.notes, *arranged.notes]
             if progress is not None:
                 progress(count, count)
-        saved = None
-        if self.save is not None:
-            failures, saved = self._store(ran, failures)
+        failures, saved = (failures, None) if self.save is None else self._store(ran, failures)
         return CheckReport(
             tool=describe_tool(self.where),
             source=self.subject.source,
@@ -240,9 +239,8 @@ class _Check:
     def _runs(self, inputs: CaseInputs) -> list[_Ran]:
         """What the kernel made of a case; where a second run returned other bits, of that as well."""
         started = time.perf_counter()
-        shape = tuple(inputs.q.shape)
-        case = CheckedCase(inputs.name, shape, str(inputs.q.dtype).removeprefix("torch."))
-        case = replace(case, inputs_fingerprint=inputs.fingerprint)
+        dtype = str(inputs.q.dtype).removeprefix("torch.")
+        case = CheckedCase(inputs.name, tuple(inputs.q.shape), dtype, inputs_fingerprint=inputs.fingerprint)
         try:
             runs, deterministic, notes = self.subject.outputs(inputs)
         except MisfitError as error:
@@ -252,7 +250,8 @@ class _Check:
         case = replace(case, deterministic=deterministic)
         found = []
         for name, outputs in zip((case.name, case.name + suite.SECOND), runs, strict=False):
-            found.append(self._one(inputs, replace(case, name=name), outputs, started))
+            counted = inputs if self.subject.stored else as_counted(inputs, outputs, self.where)
+            found.append(self._one(counted, replace(case, name=name), outputs, started))
             started = time.perf_counter()
         return found
 
