@@ -51,7 +51,7 @@ FAULTY: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def case(name: str, dtype: torch.dtype = torch.bfloat16, **said: Any) -> Any:
     """The first two sequences of a case."""
-    drawn = suite.draw(name, 0, dtype=dtype, head_dim=64, stated=Stated.of(True, None, 64, **said), length=128)
+    drawn = suite.draw(name, 0, dtype=dtype, head_dim=64, stated=Stated.of(True, None, 64, **said), length=64)
     return replace(drawn, q=drawn.q[:2], k=drawn.k[:2], v=drawn.v[:2], do=None)
 
 
@@ -104,7 +104,7 @@ def test_an_lse_may_count_alibi_from_the_first_key() -> None:
     o, lse = kernels.from_first_key(given.q, given.k, given.v)
     truth = given.head(0, 0, CPU)
     shift = torch.tensor(SLOPES)[:, None] * torch.arange(lse.shape[2])
-    assert torch.allclose((lse - shift)[0, 0].double(), reference_rows(truth, torch.arange(128)).lse, atol=1e-5)
+    assert torch.allclose((lse - shift)[0, 0].double(), reference_rows(truth, torch.arange(64)).lse, atol=1e-5)
 
     def origin(found: torch.Tensor) -> str:
         return as_counted(given, {"o": o, "lse": found}, CPU).alibi_origin
@@ -168,7 +168,8 @@ def test_cases_whose_casts_do_not_average_out_are_left_out() -> None:
     stated, alone = Stated.of(True, None, 64, sinks=SINKS), Stated.of(True, None, 64)
     left = set(suite.choose(None, target(kernels.told), None, stated=alone))
     left -= set(suite.choose(None, target(kernels.told), None, stated=stated))
-    assert left == {"constant-rows", "normaliser-down", "normaliser-up", "sink-logits", "real-head"}
+    assert left == {"constant-rows", "normaliser-down", "normaliser-up", "sink-logits"}
+    assert "real-head" not in suite.choose(None, target(kernels.told), None, stated=stated, dtype=torch.float16)
     for name in ("batch", "constant-rows", "normaliser-up"):
         with pytest.raises(InputError, match=f"{name} is no probe of a kernel with sinks"):
             attn_diag.probe(kernels.sunk, sinks=SINKS, probes=[name], **ASKED)
@@ -317,22 +318,30 @@ def test_check_asks_a_kernel_for_its_mask_where_o_is_wrong() -> None:
     assert found.failures[0].suspect == "it masks scores before it caps them (hidden ones are then -30, not -inf)"
 
 
-def test_inspect_names_a_mask_before_the_softcap_and_a_window_from_the_first_key() -> None:
-    def words(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, **said: Any) -> str:
-        found = attn_diag.inspect(q, k, v, o=o, **said)
-        return "; ".join(p.words for h in found.heads for one in h.quantities for p in one.patterns)
+def words(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, **said: Any) -> str:
+    found = attn_diag.inspect(q, k, v, o=o, device="cpu", **said)
+    return "; ".join(p.words for h in found.heads for one in h.quantities for p in one.patterns)
 
+
+@pytest.mark.parametrize(("rows", "keys"), [(96, 40), (120, 30)])
+def test_inspect_names_a_window_from_the_first_key(rows: int, keys: int) -> None:
+    """Of more rows than keys the judged ones are zero then, or see no key ahead: the others show it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 32, generator=generator).bfloat16() for n in (rows, keys, keys))
+    far = torch.arange(rows)[:, None] - torch.arange(keys)
+    scores = (q.float() @ k.float().mT * 32**-0.5).masked_fill((far > 16) | (far < -8), -torch.inf)
+    o = (scores.softmax(-1).nan_to_num(0.0) @ v.float()).bfloat16()
+    said = words(q, k, v, o, window=(16, 8))
+    assert said == "all rows are what a window counted from the first key (top-left) gives"
+
+
+def test_inspect_names_a_mask_before_the_softcap() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 96, 64, generator=generator) for _ in range(3))
     q[:, :, :4] = -k[:, :, :1]  # whose scores with the first keys are the lowest
     q, k, v = (4.5 * q).bfloat16(), (4.5 * k).bfloat16(), v.bfloat16()
     o = kernels.attend(q, k, v, cap=10.0, mask_first=True)
     assert "a mask that is applied before the softcap gives" in words(q, k, v, o, causal="top-left", softcap=10.0)
-    few = q[:, :, :40]
-    far = torch.arange(40)[:, None] - torch.arange(96)
-    scores = (few.float() @ k.float().mT / 8).masked_fill((far > 16) | (far < -8), -torch.inf)
-    o = (scores.softmax(-1) @ v.float()).bfloat16()
-    assert "a window counted from the first key (top-left) gives" in words(few, k, v, o, window=(16, 8))
 
 
 def test_a_slope_that_is_a_little_off_is_no_other_scale_or_softcap() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag.head.mistakes import Mistake
 from attn_diag.head.other_sinks import OtherSink
+from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.rounded_scores import moved_by_scores
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, reference_rows, ulp
 from attn_diag.results.quality import Quantity
@@ -136,6 +137,22 @@ class Evidence:
         else:
             squares = torch.linalg.svdvals(known).square()
         return float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)) if len(squares) else 1.0
+
+    @cached_property
+    def unseeing(self) -> Tensor:
+        """Some rows of O that see no key as stated, and yet hold numbers other than 0."""
+        kept = self.references[0].fully_masked & self.observed.isfinite().all(1) & (self.observed != 0).any(1)
+        rows = kept.nonzero()[:, 0]
+        return rows[:: max(1, len(rows) // _WEIGHED)]
+
+    def agrees(self, head: AttentionHead) -> bool | None:
+        """Whether such rows hold what another head gives; None where they see no key of that either."""
+        block = reference_rows(replace(head, do=None), self.unseeing)
+        seen = block.lse.isfinite()
+        if not bool(seen.any()):
+            return None
+        off, size = (x[seen].square().sum() for x in (self.observed[self.unseeing] - block.out, block.out))
+        return bool(off <= max(TOLERANCE, 2.0**-self.fmt.precision) ** 2 * size)
 
     def _beyond(self, block: RowBlock) -> Tensor:
         """Which rows of O are clearly off by what no weights of the few keys that they see make, [n]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_diag.analyses.patterns.backward import of_gradient
 from attn_diag.analyses.patterns.by_tiles import in_tiles, of_tile
 from attn_diag.analyses.patterns.evidence import EXPLAINS, LEAVES, Evidence, Fit, Guess, row_limit
-from attn_diag.analyses.patterns.forward import of_out
+from attn_diag.analyses.patterns.forward import of_out, of_zeros
 from attn_diag.analyses.patterns.lines import Group
 from attn_diag.analyses.patterns.numbers import factors, in_words, named
 from attn_diag.analyses.patterns.places import Place, find_elements, find_place, in_sentence, row_ranges
@@ -193,6 +193,9 @@ def _moved_features(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
 def _how(evidence: Evidence, group: Group, guesses: Guesses = _guesses) -> tuple[Group, Fit | None]:
     """The group with the way in which its rows came about, if one fits and no other does; and how well it fits."""
     head = evidence.heads[0]
+    if group.kind == "zeros" and evidence.quantity == "o" and (words := of_zeros(evidence, group.lines)) is not None:
+        fit = evidence.fit(group.lines, torch.zeros_like(evidence.truth[group.lines]))
+        return Group(group.lines, "mask", words), fit
     if group.kind not in _OPEN or len(head.q) * len(head.k) > _MOST_SCORES:
         return group, None
     lines = group.lines

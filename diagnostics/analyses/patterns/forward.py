@@ -41,6 +41,8 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         other_masks(head), other_softcap(head), shifted_keys(head), first_features(head), other_heads(evidence)
     )  # fmt: skip
     for reading in chain(*readings, other_documents(evidence), other_sinks(evidence), mistaken(evidence)):
+        if reading.kind == "mask" and len(evidence.unseeing) and evidence.agrees(reading.head) is False:
+            continue
         prediction = reference_rows(replace(reading.head, do=None), rows).out
         yield Guess(reading.kind, f"are what {reading.words} gives", prediction)
     yield from _bounded_mask(evidence, rows)
@@ -55,6 +57,16 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     yield Guess("normalisation", "are sums of exp(S) V, never normalised", sum_scaled)
     yield from other_scale(evidence, rows, lambda scale, at: reference_rows(replace(head, scale=scale), at).out)
     yield from lost_parts(evidence, [slab_of(head, evidence.references[0], "o", rows)], rows)
+
+
+def of_zeros(evidence: Evidence, rows: Tensor) -> str | None:
+    """The mask under which rows of O that are zero see no key, where those that see none as stated show it."""
+    if not len(evidence.unseeing):
+        return None
+    for reading in other_masks(replace(evidence.heads[0], do=None)):
+        if bool((reference_rows(reading.head, rows).out == 0).all()) and evidence.agrees(reading.head):
+            return f"are what {reading.words} gives"
+    return None
 
 
 def _bounded_mask(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:

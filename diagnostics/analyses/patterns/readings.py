@@ -55,6 +55,10 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
     def reading(words: str, changed: Masking) -> Reading:
         return Reading("mask", words, replace(head, masking=changed))
 
+    unequal = len(head.q) != len(head.k) and masking.positions is None
+    if unequal and masking.window is not None and masking.causal == "none":
+        first = torch.arange(len(head.q), device=head.k.device)
+        yield reading("a window counted from the first key (top-left)", replace(masking, positions=first))
     causals: list[Causal] = [c for c in get_args(Causal) if c != masking.causal]
     for causal in causals:
         # Without causality the alignment places a window alone.
@@ -65,10 +69,6 @@ def other_masks(head: AttentionHead) -> Iterator[Reading]:
             words = "attention without the causal mask" if causal == "none" else f"a causal mask ({causal})"
             yield reading(words, replace(masking, causal=causal))
     left, right = masking.reach
-    unequal = len(head.q) != len(head.k) and masking.positions is None
-    if unequal and masking.window is not None and masking.causal == "none":
-        first = torch.arange(len(head.q), device=head.k.device)
-        yield reading("a window counted from the first key (top-left)", replace(masking, positions=first))
     if masking.window is not None:
         yield reading("attention without the window", replace(masking, window=None))
         for side in (0, 1):

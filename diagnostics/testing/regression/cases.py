@@ -71,12 +71,9 @@ SHORTEST = 64
 
 
 def choose(
-    names: Iterable[str] | None,
-    kernel: Target,
-    declared: str | None,
-    length: int = LENGTH,
-    stated: Stated | None = None,
-) -> list[str]:
+    names: Iterable[str] | None, kernel: Target, declared: str | None, length: int = LENGTH,
+    stated: Stated | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> list[str]:  # fmt: skip
     """These cases in the suite's order; None: all of such a length that tell something of such a kernel.
 
     Raises InputError for unknown names, for a str, and for a length that the cases' patterns do not fit.
@@ -89,7 +86,9 @@ def choose(
     found = [name for name in found if name != REAL_HEAD or length <= LENGTH]
     if declared is not None:
         return [name for name in found if name in OF_DECLARED]
-    less = [*_OF_LIKE_HEADS] * bool(stated and stated.heads) + [SINK_LOGITS, REAL_HEAD] * bool(stated and stated.sinks)
+    less = [*_OF_LIKE_HEADS] * bool(stated and stated.heads) + [SINK_LOGITS] * bool(stated and stated.sinks)
+    # A P_bar that begins at a sink is below FP16's range in that head's rows of low scores, not below BF16's.
+    less += [REAL_HEAD] * bool(stated and stated.sinks and dtype == torch.float16)
     told = [n for n in found if n not in less and (n not in OF_PARAMETERS or OF_PARAMETERS[n] in kernel.takes)]
     # An emulation takes one head after the other, wherever it lies.
     return [name for name in told if name != ARRANGED or kernel.recipe is None]

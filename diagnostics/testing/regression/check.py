@@ -151,7 +151,7 @@ def check(
         if observation is not None:
             raise InputError("observation is for captures whose stored outputs are judged; a kernel is run instead")
         kernel = Target.of(target, name, dtype=dtype, head_dim=head_dim, device=where)  # type: ignore[arg-type]
-        names = suite.choose(cases, kernel, declared, length, stated)
+        names = suite.choose(cases, kernel, declared, length, stated, dtype)
         subject = suite.run_by(kernel, asked, names, suite.of_captures(captures), backward)
         if ARRANGED in names:
             arranging = Arranging(target, subject.source, asked, backward, where)  # type: ignore[arg-type]
