@@ -28,7 +28,7 @@ from attn_diag.head.recipe_candidates import (
     split_recipes,
     variants,
 )
-from attn_diag.head.recipe_rows import seeing_few, spread_rows
+from attn_diag.head.recipe_rows import in_one_tile, seeing_few, spread_rows
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows_of_several
 from attn_diag.kernels.emulation import NO_BLOCK
 from attn_diag.kernels.emulation_operands import HeadLike
@@ -291,6 +291,17 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     more, tried_more = _tried(subject, coarse_rows, final_rows, mixtures(subject.fmt, d), [])
     known_already = {t.recipe for t in trials}
     return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), final_rows, tried + tried_more
+
+
+def ruled_out(subject: SearchedHead, coarse_rows: Tensor) -> bool:
+    """Whether ``search`` would find nothing that fits: on a few rows no recipe comes near the bits of O.
+
+    These are rows that see one tile of any schedule, which tell most in the least time, or else ``coarse_rows``.
+    """
+    rows = in_one_tile(subject.inputs, subject.observed)
+    rows = rows if len(rows) >= _LATE_ROWS else coarse_rows
+    trials, _, _ = search(subject, rows, rows)
+    return trials[0].match.agreement < 1 - 2 * MISSED_BY_SUMS[subject.fmt]
 
 
 def low_bit_trials(subject: SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> tuple[list[Trial], int]:
