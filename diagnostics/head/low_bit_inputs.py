@@ -10,7 +10,7 @@ is as much along it: of n numbers that are independent, e has the part r^2 along
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.declared_ways import block_words
+from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Rounding
 from attn_diag.kernels.quantize import quantize
@@ -25,6 +26,7 @@ from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
 
 NAMES = ("k", "v", "q")
+PROBS = "p"
 # By chance one of those tried has so much of an error along what it makes with probability exp(-_NATS) at most.
 _NATS = 10.0
 # How often an error may have a part in it that is in it once, beside others.
@@ -44,6 +46,10 @@ _ANY_SCALE = (
     ("FP8 (E4M3)", PRESETS["fp8"], (1.0, 2.0), 1 / 150),
     ("INT8", quantizer("int8", block="tensor"), (1.0, 3.0), 1 / 200),
 )
+# Casts of P_bar are tried in so many ways, the other orders of so many that most of an error is along.
+_MOST_CASTS, _FEW_CASTS = 200, 2
+# So much of what q, k and v leave the cast of P_bar may leave.
+_MOST_BESIDE = 0.5
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
@@ -103,13 +109,21 @@ UNSCALED = {
 }
 """Formats without scales, by their words; BF16 is one of what was given in FP16."""
 
-Held = Mapping[str, LowBitFormat]
-"""By the names of q, k and v, what each was held in that was not held as it was given."""
+Held = Mapping[str, LowBitFormat | CastProbs]
+"""By the names of q, k and v, what each was held in that was not held as it was given; by "p" how P_bar was cast."""
 
 
 def held(head: AttentionHead, formats: Held) -> AttentionHead:
     """The head with q, k and v as they were held."""
-    return replace(head, **{name: one.of(getattr(head, name)) for name, one in formats.items()})  # type: ignore[arg-type]
+    inputs = {name: one.of(getattr(head, name)) for name, one in formats.items() if isinstance(one, LowBitFormat)}
+    return replace(head, **inputs)  # type: ignore[arg-type]
+
+
+def out_of(head: AttentionHead, rows: Tensor, formats: Held) -> Tensor:
+    """O of some rows [R] of a head whose q, k and v were held and whose P_bar was cast so, [R, Dv]."""
+    head = held(head, formats)
+    block, cast = reference_rows(head, rows), formats.get(PROBS)
+    return cast.out(block, head.v[block.keys]) if isinstance(cast, CastProbs) else block.out
 
 
 def find_held(
@@ -148,11 +162,12 @@ class _Search:
 
     def run(self, noise: float, widened: str, *, any_scale: bool) -> list[Held]:
         """Of each in turn the format that most of what is left is along."""
-        found, tried = dict[str, LowBitFormat](), dict[str, list[LowBitFormat]]()
-        while len(found) < len(NAMES) and self.left(found) > noise:
+        found, tried = dict[str, LowBitFormat | CastProbs](), dict[str, list[LowBitFormat | CastProbs]]()
+        while len(found) <= len(NAMES) and self.left(found) > noise:
             error = self._apart(self._observed - self._out(found))
             open_ones = [name for name in NAMES if name not in found]
             told = [one for name in open_ones for one in self._along(name, error)]
+            told += [] if PROBS in found else self._casts(found)[:_FEW_CASTS]
             if any_scale and not told:
                 told = [one for name in open_ones for one in self._any_scale(name, error)]
             if not told:
@@ -165,10 +180,13 @@ class _Search:
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
         for name, one in found.items():
-            found[name] = self._nearest(found, name, [
-                replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
-                for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
-            ])  # fmt: skip
+            if isinstance(one, LowBitFormat):
+                found[name] = self._nearest(found, name, [
+                    replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
+                    for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
+                ])  # fmt: skip
+        if found.pop(PROBS, None) is not None and (ways := self._nearest_casts(found)):
+            found[PROBS], *tried[PROBS] = ways
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
@@ -191,6 +209,16 @@ class _Search:
             tried, step = [best], step / _FINER
         return best
 
+    def _nearest_casts(self, found: Held) -> list[CastProbs]:
+        """How P_bar was cast, with q, k and v held so: a way a format of those that leave least; empty: in none."""
+        left = {one: self.left({**found, PROBS: one}) for *_, one in self._casts(found)}
+        least = min(left.values(), default=math.inf)
+        if least > _MOST_BESIDE * self.left(found):
+            return []
+        alike = sorted((one for one in left if left[one] <= _SAME * least), key=left.__getitem__)
+        formats = dict.fromkeys(one.format for one in alike)
+        return [told_apart([one for one in alike if one.format == fmt]) for fmt in formats]
+
     def left(self, formats: Held) -> float:
         """The squared error that these leave, apart from factors of O and of the softmax scale."""
         return float(self._apart(self._observed - self._out(formats)).square().sum())
@@ -202,7 +230,7 @@ class _Search:
         return found
 
     def _out(self, formats: Held) -> Tensor:
-        return reference_rows(held(self._head, formats), self._rows).out if formats else self._block.out
+        return out_of(self._head, self._rows, formats) if formats else self._block.out
 
     def _along(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats whose effect is in an error once, each with the part that is along it and the name."""
@@ -210,6 +238,22 @@ class _Search:
         for one in formats:
             if part := self._part(name, one, error, len(formats)):
                 yield part, name, one
+
+    def _casts(self, found: Held) -> list[tuple[float, str, CastProbs]]:
+        """Likewise the casts of P_bar, with q, k and v held as they were found to be, those of the most part first."""
+        head = held(self._head, found)
+        block, keys = reference_rows(head, self._rows), len(head.k)
+        error, parts = self._apart(self._observed - block.out), dict[CastProbs, float]()
+
+        def best_of(ways: Iterable[CastProbs]) -> list[CastProbs]:
+            for one in ways:
+                effect = self._apart(one.out(block, head.v[block.keys]) - block.out)
+                if one not in parts and (part := self._once(effect, error, _MOST_CASTS)):
+                    parts[one] = part
+            return sorted(parts, key=lambda one: -parts[one])
+
+        first = best_of(first_casts(keys))[:_FEW_CASTS]
+        return [(parts[one], PROBS, one) for one in best_of(way for one in first for way in in_other_ways(one, keys))]
 
     def _any_scale(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats with one scale that may be any, at the one that fits best; of long heads none."""
@@ -243,13 +287,17 @@ class _Search:
             return None
         if (name, fmt) not in self._effects:
             self._effects[name, fmt] = self._apart(self._effect(name, fmt.of(getattr(self._head, name))))
-        effect = self._effects[name, fmt]
-        size, along = float(effect.square().sum()), float((error * effect).sum())
+        return self._once(self._effects[name, fmt], error, len(NAMES) * tried)
+
+    def _once(self, effect: Tensor, error: Tensor, tried: int) -> float | None:
+        """The part of an error, squared, along the effect of one of so many tried; None as of ``_part``."""
+        whole, size = float(error.square().sum()), float(effect.square().sum())
+        along = float((error * effect).sum())
         if not 0 < size < math.inf or not _ONCE[0] <= along / size <= _ONCE[1]:
             return None
         part = along**2 / (size * whole)
         chance = self._numbers / 2 * math.log(max(1 - part, 1e-12))
-        return part if part >= _PART and -chance > math.log(len(NAMES) * tried) + _NATS else None
+        return part if part >= _PART and -chance > math.log(tried) + _NATS else None
 
     def _effect(self, name: str, other: Tensor) -> Tensor:
         """What another q, k or v makes of O, to first order: P dV, or P o dS (V - O)."""
