@@ -48,6 +48,8 @@ _ANY_SCALE = (
 )
 # Casts of P_bar are tried in so many ways, the other orders of so many that most of an error is along.
 _MOST_CASTS, _FEW_CASTS = 200, 2
+# So much and so often a cast of P_bar is in an error at first: other scores, of another k, fall between other numbers.
+_IN_PART = 0.05, 0.2
 # So much of what q, k and v leave the cast of P_bar may leave.
 _MOST_BESIDE = 0.5
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
@@ -160,22 +162,27 @@ class _Search:
         self._common = torch.linalg.qr(common).Q
         self._gains = {name: self._gain(name) for name in NAMES}
 
-    def run(self, noise: float, widened: str, *, any_scale: bool) -> list[Held]:
-        """Of each in turn the format that most of what is left is along."""
+    def run(self, noise: float, widened: str, *, any_scale: bool, probs: bool = True) -> list[Held]:
+        """Of each in turn the format that most of what is left is along; without ``probs`` P_bar was not cast."""
         found, tried = dict[str, LowBitFormat | CastProbs](), dict[str, list[LowBitFormat | CastProbs]]()
         while len(found) <= len(NAMES) and self.left(found) > noise:
             error = self._apart(self._observed - self._out(found))
             open_ones = [name for name in NAMES if name not in found]
             told = [one for name in open_ones for one in self._along(name, error)]
-            told += [] if PROBS in found else self._casts(found)[:_FEW_CASTS]
+            told += self._casts(found)[:_FEW_CASTS] if probs and PROBS not in found else []
             if any_scale and not told:
                 told = [one for name in open_ones for one in self._any_scale(name, error)]
+            if not told and PROBS in found and (behind := self._behind_cast(found, open_ones)):
+                tried |= {name: [] for name in behind}
+                found |= behind
+                continue
             if not told:
                 break
             told.sort(key=lambda one: -one[0])
             left = {(name, one): self.left({**found, name: one}) for _, name, one in told[:_COMPARED]}
             name, chosen = min(left, key=left.__getitem__)
-            if left[name, chosen] > (1 - _PART) * self.left(found):
+            # P_bar may show in part until it is known of which scores it was made.
+            if name != PROBS and left[name, chosen] > (1 - _PART) * self.left(found):
                 break
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
@@ -185,7 +192,9 @@ class _Search:
                     replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
                     for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
                 ])  # fmt: skip
-        if found.pop(PROBS, None) is not None and (ways := self._nearest_casts(found)):
+        if found.pop(PROBS, None) is not None:
+            if not (ways := self._nearest_casts(found, noise)):
+                return self.run(noise, widened, any_scale=any_scale, probs=False)
             found[PROBS], *tried[PROBS] = ways
         least = _SAME * self.left(found)
         alike = [
@@ -209,7 +218,7 @@ class _Search:
             tried, step = [best], step / _FINER
         return best
 
-    def _nearest_casts(self, found: Held) -> list[CastProbs]:
+    def _nearest_casts(self, found: Held, noise: float) -> list[CastProbs]:
         """How P_bar was cast, with q, k and v held so: a way a format of those that leave least; empty: in none."""
         left = {one: self.left({**found, PROBS: one}) for *_, one in self._casts(found)}
         least = min(left.values(), default=math.inf)
@@ -217,7 +226,7 @@ class _Search:
             return []
         alike = sorted((one for one in left if left[one] <= _SAME * least), key=left.__getitem__)
         formats = dict.fromkeys(one.format for one in alike)
-        return [told_apart([one for one in alike if one.format == fmt]) for fmt in formats]
+        return [told_apart([one for one in alike if one.format == fmt], sure=least <= noise) for fmt in formats]
 
     def left(self, formats: Held) -> float:
         """The squared error that these leave, apart from factors of O and of the softmax scale."""
@@ -248,12 +257,32 @@ class _Search:
         def best_of(ways: Iterable[CastProbs]) -> list[CastProbs]:
             for one in ways:
                 effect = self._apart(one.out(block, head.v[block.keys]) - block.out)
-                if one not in parts and (part := self._once(effect, error, _MOST_CASTS)):
+                if one not in parts and (part := self._once(effect, error, _MOST_CASTS, *_IN_PART)):
                     parts[one] = part
             return sorted(parts, key=lambda one: -parts[one])
 
         first = best_of(first_casts(keys))[:_FEW_CASTS]
         return [(parts[one], PROBS, one) for one in best_of(way for one in first for way in in_other_ways(one, keys))]
+
+    def _behind_cast(self, found: Held, names: Sequence[str]) -> Held | None:
+        """In what q, k or both were held, where only the numbers tell between which P_bar then fell; of long heads none.
+        """
+        if self._head.k.numel() > _MOST_NUMBERS:
+            return None
+        before, left = self.left(found), list[tuple[float, dict[str, LowBitFormat]]]()
+        for some in (["k", "q"], ["k"], ["q"]):
+            for one in _formats(getattr(self._head, some[0]), some[0]) if set(some) <= set(names) else ():
+                formats = {name: replace(one, smooth=one.smooth and name == "k") for name in some}
+                if all(self._expected(name, fmt) <= _FAR * before for name, fmt in formats.items()):
+                    left.append((self.left({**found, **formats}), formats))
+        least, formats = min(left, key=lambda one: one[0], default=(before, {}))
+        by_chance = math.log(max(len(left), 1)) + _NATS
+        shows = least <= (1 - _PART) * before and self._numbers / 2 * math.log(before / least) > by_chance
+        return formats if shows else None
+
+    def _expected(self, name: str, fmt: LowBitFormat) -> float:
+        """About the squared error that it makes."""
+        return self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
 
     def _any_scale(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats with one scale that may be any, at the one that fits best; of long heads none."""
@@ -282,22 +311,23 @@ class _Search:
     def _part(self, name: str, fmt: LowBitFormat, error: Tensor, tried: int) -> float | None:
         """The part of an error, squared, that lies along what a format makes; None: little, not once, or by chance."""
         whole = float(error.square().sum())
-        expected = self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
-        if not whole / _FAR <= expected <= whole * _FAR:
+        if not whole / _FAR <= self._expected(name, fmt) <= whole * _FAR:
             return None
         if (name, fmt) not in self._effects:
             self._effects[name, fmt] = self._apart(self._effect(name, fmt.of(getattr(self._head, name))))
         return self._once(self._effects[name, fmt], error, len(NAMES) * tried)
 
-    def _once(self, effect: Tensor, error: Tensor, tried: int) -> float | None:
+    def _once(
+        self, effect: Tensor, error: Tensor, tried: int, least: float = _PART, fewest: float = _ONCE[0]
+    ) -> float | None:
         """The part of an error, squared, along the effect of one of so many tried; None as of ``_part``."""
         whole, size = float(error.square().sum()), float(effect.square().sum())
         along = float((error * effect).sum())
-        if not 0 < size < math.inf or not _ONCE[0] <= along / size <= _ONCE[1]:
+        if not 0 < size < math.inf or not fewest <= along / size <= _ONCE[1]:
             return None
         part = along**2 / (size * whole)
         chance = self._numbers / 2 * math.log(max(1 - part, 1e-12))
-        return part if part >= _PART and -chance > math.log(tried) + _NATS else None
+        return part if part >= least and -chance > math.log(tried) + _NATS else None
 
     def _effect(self, name: str, other: Tensor) -> Tensor:
         """What another q, k or v makes of O, to first order: P dV, or P o dS (V - O)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -104,17 +105,15 @@ def first_casts(keys: int) -> Iterator[CastProbs]:
 def in_other_ways(one: CastProbs, keys: int) -> Iterator[CastProbs]:
     """A cast in all orders that are tried, and with the other sum."""
     schedules = [one.schedule] if one.schedule is None else [_ALL_KEYS, *_in_tiles(one, keys, _TILES)]
-    for schedule in schedules:
-        yield replace(one, schedule=schedule)
-    yield replace(one, sums_cast=not one.sums_cast)
+    for schedule, sums_cast in product(schedules, (False, True)):
+        yield replace(one, schedule=schedule, sums_cast=sums_cast)
 
 
-def told_apart(alike: Sequence[CastProbs]) -> CastProbs:
-    """The first of several that leave as little, without the words that are not all of theirs."""
-    first = alike[0]
+def told_apart(alike: Sequence[CastProbs], *, sure: bool) -> CastProbs:
+    """The first of several that leave as little, with the words that are all of theirs; none where it is not sure."""
     factors, schedules = ({getattr(one, name) for one in alike} for name in ("factor", "schedule"))
-    factor = first.factor if len(factors) == 1 else ""
-    return replace(first, factor=factor, schedule_known=len(schedules) == 1)
+    factor = alike[0].factor if sure and len(factors) == 1 else ""
+    return replace(alike[0], factor=factor, schedule_known=sure and len(schedules) == 1)
 
 
 def _in_tiles(one: CastProbs, keys: int, tiles: Sequence[int]) -> list[Schedule]:
