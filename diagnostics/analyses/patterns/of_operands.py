@@ -131,9 +131,10 @@ def held_words(alike: Sequence[Held]) -> str:
 
 def _in_words(formats: Held, *, scales: bool) -> str:
     by_words = defaultdict[str, list[str]](list)
-    cast = []
+    cast = list[str]()
     for name in sorted(formats, key=(*NAMES, PROBS).index):
-        words = (one := formats[name]).words if scales else one.format
+        one = formats[name]
+        words = one.words if scales else one.format
         if isinstance(one, CastProbs):
             cast = [f"{one.symbol} cast to {words}"]
         else:
