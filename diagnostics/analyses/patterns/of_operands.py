@@ -15,7 +15,7 @@ from attn_diag.head.low_bit_inputs import NAMES, PROBS, Held, find_held, held, o
 from attn_diag.head.low_bit_probs import CastProbs
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import HELD_IN, Pattern
+from attn_diag.results.quality import CAST_TO, HELD_IN, Pattern
 from attn_diag.results.wording import number, together
 
 _SAMPLE = 64
@@ -136,7 +136,7 @@ def _in_words(formats: Held, *, scales: bool) -> str:
         one = formats[name]
         words = one.words if scales else one.format
         if isinstance(one, CastProbs):
-            cast = [f"{one.symbol} cast to {words}"]
+            cast = [f"{one.symbol} {CAST_TO} {words}"]
         else:
             by_words[words].append(name)
     return together([*(f"{together(names)} {HELD_IN} {words}" for words, names in by_words.items()), *cast])
