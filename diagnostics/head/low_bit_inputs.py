@@ -298,7 +298,7 @@ class _Search:
                 tried = list[tuple[float, float, LowBitFormat]]()
                 for more in steps:
                     one = LowBitFormat(words, "", by, largest).at(math.exp(at + more))
-                    if part := self._part(name, one, error, count):
+                    if part := self._part(name, one, error, math.ceil(math.log(last / first) / _FINEST)):
                         tried.append((part, at + more, one))
                 best = max([*tried, *([best] if best else [])], key=lambda one: one[0], default=None)
                 step /= _FINER

@@ -54,6 +54,13 @@ class HeldOperands:
             self._told[key] = self._pattern(observation, evidence(), factor)
         return self._told[key]
 
+    def known(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
+        """What other quantities or heads showed, where it leaves no more than a well-rounded kernel; None: nothing."""
+        if not self._found[observation]:
+            return None
+        found = [one for alike in self._found[observation] if (one := _told(evidence, alike, factor)) is not None]
+        return min((one for one in found if _remaining(one) <= AS_GOOD), key=_remaining, default=None)
+
     def _pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
         head = evidence.heads[0]
         large = len(head.q) * len(head.k) > _MOST_SCORES or max(head.k.numel(), head.q.numel()) > _MOST_NUMBERS
