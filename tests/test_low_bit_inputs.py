@@ -16,6 +16,7 @@ from attn_diag.head.low_bit_inputs import find_held
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.results.quality import HELD_IN
 
 T, D = 256, 64
 
@@ -119,7 +120,7 @@ def test_other_roundings_are_no_format_of_inputs(what: str) -> None:
     q, k, v = (x.bfloat16() for x in (q, k, v))
     (verdict,) = inspect(q, k, v, o=(out / total).bfloat16()).captures[0].observations[0].heads[0].quantities
     assert verdict.answer == "lossy"
-    assert not [p for p in verdict.patterns if p.kind == "operands"]
+    assert not [p for p in verdict.patterns if HELD_IN in p.words]
 
 
 class Fp8Cache(torch.autograd.Function):
