@@ -22,7 +22,7 @@ from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, 
 from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Rounding
 from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
+from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
 
 NAMES = ("k", "v", "q")
@@ -56,7 +56,7 @@ _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
 # BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
-_ARITHMETICS = "exact", "fp32", "fp32-reciprocal"
+_ARITHMETICS: tuple[Arithmetic, ...] = "exact", "fp32", "fp32-reciprocal", "fp32-inverse", "fp32-torch-inverse"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Search:
             if isinstance(one, LowBitFormat):
                 found[name] = self._nearest(found, name, [
                     replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
-                    for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
+                    for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ways(one.by))
                 ])  # fmt: skip
         if found.pop(PROBS, None) is not None:
             if not (ways := self._nearest_casts(found, noise)):
@@ -360,6 +360,12 @@ def expected_square(x: Tensor, by: Quantizer) -> float:
     down = by.block == "column" or by.block.endswith("x1")
     largest = x.abs().amax() if whole else x.abs().amax(0 if down else 1)
     return float((2 * largest / levels).square().mean()) / 12
+
+
+def _ways(by: Quantizer) -> tuple[Arithmetic, ...]:
+    """The arithmetics in which a quantiser can be computed."""
+    every = by.plain and by.scale == "fp32"
+    return tuple(one for one in _ARITHMETICS if every or "inverse" not in one)
 
 
 def _formats(x: Tensor, name: str) -> Iterator[LowBitFormat]:
