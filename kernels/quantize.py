@@ -214,7 +214,10 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
         if "inverse" in by.arithmetic:
             torch_makes = by.arithmetic == "fp32-torch-inverse"
             inverse = amax.reciprocal() * target if torch_makes else torch.full_like(amax, target) / amax
-            scale, quotient = torch.where(scale == 0, 0.0, inverse.reciprocal()), torch.where(blocks.x == 0, blocks.x, blocks.x * inverse)
+            scale, quotient = (
+                torch.where(scale == 0, 0.0, inverse.reciprocal()),
+                torch.where(blocks.x == 0, blocks.x, blocks.x * inverse),
+            )
         codes, clipped = coded(quotient, by, seed)
         scale, codes = _taken(scale, by.descale, by), codes + by.code_offset
         return _Found(codes * scale, codes, scale, None, None, clipped)

@@ -167,7 +167,9 @@ class Quantizer:
         if self.arithmetic not in _ARITHMETICS:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
         if "inverse" in self.arithmetic and not (self._one_level and self.scale == "fp32"):
-            raise ValueError(f"quantizer {self.name}: an inverse scale is one of fp32, of one level without a zero point")
+            raise ValueError(
+                f"quantizer {self.name}: an inverse scale is one of fp32, of one level without a zero point"
+            )
         if not all(0 < factor <= 1 for factor in self.search):
             raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
         for field, of, parts in (("stale", "parts of amax", self.stale), ("descale", "factors", self.descale)):

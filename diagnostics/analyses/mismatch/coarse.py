@@ -21,7 +21,8 @@ from attn_diag.analyses.mismatch.hypotheses import Partials, Stated, split_sizes
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of, heads_of, out_of_few
 from attn_diag.head.counterfactual import RECIPE, covers, returned_by
-from attn_diag.head.low_bit_inputs import UNSCALED, Held, LowBitFormat
+from attn_diag.head.low_bit_formats import UNSCALED, LowBitFormat
+from attn_diag.head.low_bit_inputs import Held
 from attn_diag.head.recipe_candidates import describe_schedule, schedules, variants
 from attn_diag.head.recipe_changes import LATE_DIVISION, CastMode, RecipeChange, cast, coarse_scores, rounded
 from attn_diag.head.unfused import WORDS, forwards, named, unfused
