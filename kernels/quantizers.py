@@ -26,8 +26,9 @@ What is rounded follows the rules of ``kernels.formats``; beyond them:
 - **One rounding.** With arithmetic "exact" a block's scale, each quotient and each product are correctly rounded, each
   once. "fp32" divides and multiplies in fp32 first, as most kernels do; "fp32-reciprocal" multiplies by fp32(1 / s)
   instead of dividing x; "fp32-inverse" multiplies x by fp32(target / amax), and codes by its reciprocal, and
-  "fp32-torch-inverse" by fp32(target * fp32(1 / amax)), which is torch's 448 / amax; "fp32-triton" multiplies by Hopper's approximate reciprocals, as Triton's kernels do
-  where they divide (``kernels.reciprocals``), also for the scale.
+  "fp32-torch-inverse" x by fp32(target * fp32(1 / amax)), which is what torch makes of 448 / amax; "fp32-triton"
+  multiplies by Hopper's approximate reciprocals, as Triton's kernels do where they divide
+  (``kernels.reciprocals``), also for the scale.
 - **Clamping.** A code that passes the largest number becomes it.
 - **NaN** makes its block NaN (all blocks, under a tensor's scale), and so does an infinity, whose scale is infinite;
   but of E8M0 the scale is then 2**127.

@@ -15,7 +15,7 @@ from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, Observation
 from attn_diag.results.quality import KEPT_OPEN
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together, yardstick
 
-__all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
+__all__ = ["headline", "next_command", "of_observations", "opening", "style"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"

@@ -208,7 +208,7 @@ class _Search:
         return [(parts[one], PROBS, one) for one in best_of(way for one in first for way in in_other_ways(one, keys))]
 
     def _behind_cast(self, found: Held, names: Sequence[str]) -> Held | None:
-        """In what q, k or both were held, where only the numbers tell between which P_bar then fell; of long heads none."""
+        """In what q, k or both were held, where P_bar then falls between other numbers; of long heads none."""
         if self._head.k.numel() > _MOST_NUMBERS:
             return None
         before, left = self.left(found), list[tuple[float, dict[str, LowBitFormat]]]()
