@@ -111,7 +111,9 @@ class _Search:
         while len(found) <= len(NAMES) and self.left(found) > noise:
             error = self._apart(self._observed - self._out(found))
             open_ones = [name for name in NAMES if name not in found]
-            told = [one for name in open_ones for one in self._along(name, error)]
+            told: list[tuple[float, str, LowBitFormat | CastProbs]] = [
+                one for name in open_ones for one in self._along(name, error)
+            ]
             told += self._casts(found)[:_FEW_CASTS] if probs and PROBS not in found else []
             if any_scale and not told:
                 told = [one for name in open_ones for one in self._any_scale(name, error)]
@@ -138,7 +140,7 @@ class _Search:
         if found.pop(PROBS, None) is not None:
             if not (ways := self._nearest_casts(found, noise)):
                 return self.run(noise, widened, any_scale=any_scale, probs=False)
-            found[PROBS], *tried[PROBS] = ways
+            found[PROBS], tried[PROBS] = ways[0], [*ways[1:]]
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]

@@ -119,8 +119,8 @@ def _made(evidence: Evidence, formats: Held) -> Tensor:
     """The quantity that heads give whose q, k and v were held so."""
     if PROBS in formats and evidence.quantity == "o":
         head = replace(evidence.heads[0], do=None)
-        rows = torch.arange(len(head.q), device=head.q.device).split(_ROWS)
-        return torch.cat([out_of(head, some, formats) for some in rows])
+        rows = torch.arange(len(head.q), device=head.q.device)
+        return torch.cat([out_of(head, rows[i : i + _ROWS], formats) for i in range(0, len(rows), _ROWS)])
     found = [getattr(reference_of(held(one, formats)), _FIELDS[evidence.quantity]) for one in evidence.heads]
     return torch.stack(found).sum(0).reshape(evidence.observed.shape)
 
