@@ -216,7 +216,7 @@ def _outcome(told: str, answer: str, cast: str, tile: int, names: str, wanted: l
     if not told:
         return "not named" if answer != "good" else "good"
     inputs, _, probs = told.replace("P cast", "P̄ cast").partition("P̄ cast to ")
-    if probs and not _is_cast(probs, cast, tile):
+    if probs and not _is_cast(probs.partition(" or ")[0], cast, tile):
         return "another named"
     named, _, rest = inputs.partition(" held in ")
     of = set(named.replace(" and ", ", ").split(", "))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_diag import inspect
 from attn_diag.analyses.patterns import of_capture
+from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.of_operands import held_words
 from attn_diag.head.low_bit_inputs import find_held
 from attn_diag.reference import AttentionHead, Masking, reference_rows
@@ -66,9 +67,10 @@ def inputs(seed: int = 0, heads: int = 1) -> list[Tensor]:
 
 
 def tiled(
-    q: Tensor, k: Tensor, v: Tensor, cast: Change, tile: int = T, *, descending: bool = False, coarse: Change = same
+    qkv: Sequence[Tensor], cast: Change, tile: int = T, *, descending: bool = False, coarse: Change = same
 ) -> Tensor:
     """O of a causal kernel that takes ``tile`` keys at once, in BF16."""
+    q, k, v = (x.float() for x in qkv)
     scores = coarse(q @ k.mT * D**-0.5).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     largest, total = torch.full_like(scores[..., :1], -math.inf), torch.zeros_like(scores[..., :1])
     out = torch.zeros_like(v)
@@ -88,7 +90,7 @@ def said(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str:
     """What is found in the O of one head."""
     q, k, v, out = (x[0, 0].double() for x in (q, k, v, out))
     head, rows = AttentionHead(q, k, v, None, D**-0.5, Masking("top-left")), torch.linspace(0, T - 1, 64).long()
-    sound = tiled(*(x.float()[None, None] for x in (q, k, v)), bf16)[0, 0].double()
+    sound = tiled([x[None, None] for x in (q, k, v)], bf16)[0, 0].double()
     noise = float((sound - reference_rows(head, torch.arange(T)).out)[rows].square().sum())
     return held_words(found) if (found := find_held(head, out[rows], rows, 1000.0, 1.5 * noise)) else ""
 
@@ -112,7 +114,7 @@ def said(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str:
 )  # fmt: skip
 def test_a_cast_of_p_is_read_off_o(cast: Change, tile: int, descending: bool, words: str) -> None:
     q, k, v = inputs()
-    out = tiled(*(x.float() for x in (q, k, v)), cast, tile, descending=descending)
+    out = tiled((q, k, v), cast, tile, descending=descending)
     assert said(out, q, k, v) == words
 
 
@@ -135,7 +137,7 @@ def test_a_cast_of_p_is_read_off_o(cast: Change, tile: int, descending: bool, wo
 )  # fmt: skip
 def test_q_k_and_v_are_told_beside_it(of_qk: Change, of_v: Change, cast: Change, words: str) -> None:
     q, k, v = inputs(1)
-    out = tiled(of_qk(q.float()), of_qk(k.float()), of_v(v.float()), cast, 64, descending=True)
+    out = tiled((of_qk(q.float()), of_qk(k.float()), of_v(v.float())), cast, 64, descending=True)
     assert said(out, q, k, v) == words
 
 
@@ -144,13 +146,13 @@ def test_coarse_scores_are_no_cast_of_p(hot: float, coarse: Change) -> None:
     """Exponentials of multiples of 1/16 are near numbers of E4M3 below 1."""
     q, k, v = inputs(2)
     q, k = (hot * x for x in (q, k))
-    out = tiled(*(x.float() for x in (q, k, v)), bf16, 64, coarse=coarse)
+    out = tiled((q, k, v), bf16, 64, coarse=coarse)
     assert "P̄" not in said(out, q, k, v)
 
 
 def test_inspect_says_what_to_do_about_it() -> None:
     q, k, v = inputs(3, 2)
-    out = tiled(*(x.float() for x in (q, k, v)), lambda p: fp8(p, 256.0), 128, descending=True)
+    out = tiled((q, k, v), lambda p: fp8(p, 256.0), 128, descending=True)
     found = inspect(q, k, v, o=out, causal="top-left")
     report = " ".join(found.report().split())
     assert (
@@ -165,7 +167,7 @@ def test_inspect_says_what_to_do_about_it() -> None:
 
 def test_what_a_cache_is_told_to_do_next_is_no_command() -> None:
     q, k, v = inputs(4)
-    out = tiled(q.float(), fp8(k.float()), fp8(v.float()), bf16, 64)
+    out = tiled((q, fp8(k.float()), fp8(v.float())), bf16, 64)
     found = inspect(q, k, v, o=out, causal="top-left")
     report = " ".join(found.report().split())
     assert "Next inspect it again with q, k and v as the kernel multiplies them, code times scale." in report
@@ -176,7 +178,7 @@ def test_what_a_cache_is_told_to_do_next_is_no_command() -> None:
 def test_gradients_of_a_cache_that_o_shows_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def find(evidence: of_capture.Evidence) -> list[object]:
+    def find(evidence: Evidence) -> list[object]:
         asked.append(evidence.quantity)
         return []
 
