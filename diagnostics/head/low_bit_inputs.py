@@ -49,6 +49,8 @@ _MOST_CASTS, _FEW_CASTS = 200, 2
 _IN_PART = 0.05, 0.2
 # So much of what q, k and v leave the cast of P_bar may leave.
 _MOST_BESIDE = 0.5
+# A scale that was fitted leaves no more, as what else is wrong may look like one in few rows.
+_FITTED = 4.0
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
@@ -141,6 +143,9 @@ class _Search:
             if not (ways := self._nearest_casts(found, noise)):
                 return self.run(noise, widened, any_scale=any_scale, probs=False)
             found[PROBS], tried[PROBS] = ways[0], [*ways[1:]]
+        fitted = any(isinstance(one, LowBitFormat) and one.own_scale for one in found.values())
+        if fitted and self.left(found) > _FITTED * noise:
+            return self.run(noise, widened, any_scale=False, probs=probs)
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
