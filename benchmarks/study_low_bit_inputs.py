@@ -1,7 +1,8 @@
-"""Kernels that hold q, k or v in fewer bits than they were given, and kernels that round elsewhere: what does O tell?
+"""Kernels that hold q, k or v in fewer bits than they were given, or cast P_bar to 8, and kernels that round elsewhere.
 
-Formats by torch's own casts and by formulas written here, beside the usual roundings of a well-rounded kernel; inputs
-of several kinds. Every head's O is inspected by itself: is its format named, another one, or none?
+What does O tell? Formats by torch's own casts and by formulas written here, beside the usual roundings of a
+well-rounded kernel; inputs of several kinds; half of those that hold something below 16 bits cast P_bar to 8 as well,
+in tiles of keys. Every head's O is inspected by itself: is what was done named, something else, or nothing?
 
     python benchmarks/study_low_bit_inputs.py --count 400 --workers 16 --json …
 """
@@ -67,8 +68,19 @@ FORMATS: dict[str, Change] = {
     "INT4 (a scale for a feature and a zero point)": lambda x: _integers(x, 4, -2, zero=True),
     "INT2 (a scale for 32 of a row and a zero point)": lambda x: _integers(x, 2, -1, zero=True, group=32),
 }
+# P_bar's casts, by what is to be said of them.
+CASTS: dict[str, Change] = {
+    "FP8 (E4M3, times 256": lambda p: _float8(p, _E4M3, 1 / 256),
+    "FP8 (E4M3, times 448": lambda p: _float8(p, _E4M3, 1 / 448),
+    "FP8 (E4M3, times 240": lambda p: _float8(p, _E4M3, 1 / 240),
+    "FP8 (E4M3, as it is": lambda p: _float8(p, _E4M3),
+    "FP8 (E5M2, as it is": lambda p: _float8(p, _E5M2),
+    "INT8 (times 127": lambda p: (p * 127).round() / 127,
+    "INT8 (a scale for a row": lambda p: _integers(p + 1e-30, 8, -1),
+}
 ELSEWHERE = (
-    "nothing", "scores in BF16", "P_bar in E4M3", "P_bar in INT8", "O in E4M3", "a coarse exponential", "alpha in BF16",
+    "nothing", "scores in BF16", "P_bar in FP8 toward zero", "P_bar in 6 bits", "O in E4M3",
+    "a coarse exponential", "alpha in BF16",
     "sums in BF16", "row sum in BF16", "q times alpha in BF16", "k without its mean in BF16", "small P_bar left out",
     "v cut off", "row maximum in BF16",
 )  # fmt: skip
@@ -89,8 +101,24 @@ def _inputs(kind: str, heads: int, kv_heads: int, length: int, width: int) -> li
     return [q, k, v]
 
 
-def _out(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, what: str, *, causal: bool) -> Tensor:
-    """O of a kernel that rounds P_bar and O to ``dtype``, and does ``what``."""
+def _cast(scores: Tensor, v: Tensor, cast: Change, tile: int, *, descending: bool, sums_cast: bool) -> Tensor:
+    """O of a kernel that takes so many keys at once and casts P_bar, relative to the largest score so far."""
+    largest, total = torch.full_like(scores[..., :1], -torch.inf), torch.zeros_like(scores[..., :1])
+    out, starts = total, range(0, scores.shape[-1], tile)
+    for start in reversed(starts) if descending else starts:
+        part = scores[..., start : start + tile]
+        now = torch.maximum(largest, part.amax(-1, keepdim=True))
+        shift = now.masked_fill(now == -torch.inf, 0.0)
+        probs, rescale = (part - shift).exp(), (largest - shift).exp()
+        total = rescale * total + (cast(probs) if sums_cast else probs).sum(-1, keepdim=True)
+        out, largest = rescale * out + cast(probs) @ v[..., start : start + tile, :], now
+    return out / total
+
+
+def _out(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, what: str, *, causal: bool, cast: dict[str, Any] | None = None
+) -> Tensor:
+    """O of a kernel that rounds P_bar to ``dtype`` or casts it so, rounds O to ``dtype``, and does ``what``."""
     low: Change = lambda x: x.bfloat16().float()  # noqa: E731
     alpha, length = q.shape[-1] ** -0.5, q.shape[2]
     if what == "alpha in BF16":
@@ -106,6 +134,8 @@ def _out(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, what: str, *, caus
     scores = low(scores) if what == "scores in BF16" else scores
     if causal:
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    if cast is not None:
+        return _cast(scores, v, **cast).to(dtype)
     largest = scores.amax(-1, keepdim=True)
     shifted = scores - (low(largest) if what == "row maximum in BF16" else largest)
     probs = shifted.exp()
@@ -115,10 +145,10 @@ def _out(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, what: str, *, caus
         probs = (2**whole * (1 + part * (0.6565 + part * 0.3435))).where(scores.isfinite(), 0.0)
     total = probs.sum(-1, keepdim=True)
     total = low(total) if what == "row sum in BF16" else total
-    if what == "P_bar in E4M3":
-        probs = _float8(probs, _E4M3)
-    elif what == "P_bar in INT8":
-        probs = (probs * 127).round() / 127
+    if what == "P_bar in FP8 toward zero":
+        probs = (probs.view(torch.int32) & -(2**20)).view(torch.float32)
+    elif what == "P_bar in 6 bits":
+        probs = (probs * 31).round() / 31
     else:
         probs = probs.to(dtype).float()
     probs = probs.where(probs > 1e-2, 0.0) if what == "small P_bar left out" else probs
@@ -143,7 +173,12 @@ def run(seed: int) -> list[dict[str, Any]]:
     given = [x.to(dtype) for x in _inputs(kind, heads, kv_heads, length, width)]
     used = [FORMATS[what](x.float()) if n in names else x.float() for n, x in zip("qkv", given, strict=True)]
     q, k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // kv_heads, 1) for x in used)
-    o = _out(q, k, v, dtype, what, causal=causal)
+    casts = draw.random() < 0.5 if names else draw.random() < 0.4
+    said_of_it = draw.choice(list(CASTS)) if casts else ""
+    tile, descending = draw.choice([32, 64, 96, 128, 160, 2**20]), draw.random() < 0.5
+    how = {"cast": CASTS.get(said_of_it), "tile": tile, "descending": descending, "sums_cast": draw.random() < 0.2}
+    what = what if names or not casts else "P_bar alone"
+    o = _out(q, k, v, dtype, what, causal=causal, cast=how if casts else None)
     found = attn_diag.inspect(*given, o=o, causal="top-left" if causal else "none", device="cpu")
     said = []
     for head in found.captures[0].observations[0].heads:
@@ -152,12 +187,14 @@ def run(seed: int) -> list[dict[str, Any]]:
             continue
         words = next((p.words for p in verdict.patterns if p.kind == "operands"), "")
         told = words.partition(" what ")[2].partition(" give")[0]
+        of_probs = f"{said_of_it}, {tile}" if casts else ""
         said.append(
             {
-                "seed": seed, "what": what, "names": names, "dtype": str(dtype)[6:], "length": length, "width": width,
+                "seed": seed, "what": what, "names": names, "probs": of_probs,
+                "dtype": str(dtype)[6:], "length": length, "width": width,
                 "inputs": kind, "causal": causal, "head": head.head, "answer": verdict.answer,
                 "factor": verdict.factor, "said": told,
-                "outcome": _outcome(told, verdict.answer, *_wanted(given, names, what)),
+                "outcome": _outcome(told, verdict.answer, said_of_it, tile, *_wanted(given, names, what)),
             }
         )  # fmt: skip
     return said
@@ -175,12 +212,27 @@ def _wanted(given: list[Tensor], names: str, what: str) -> tuple[str, list[str]]
     return names, found
 
 
-def _outcome(told: str, answer: str, names: str, wanted: list[str]) -> str:
+def _outcome(told: str, answer: str, cast: str, tile: int, names: str, wanted: list[str]) -> str:
     if not told:
         return "not named" if answer != "good" else "good"
-    named, _, rest = told.partition(" held in ")
+    inputs, _, probs = told.replace("P cast", "P̄ cast").partition("P̄ cast to ")
+    if probs and not _is_cast(probs.partition(" or ")[0], cast, tile):
+        return "another named"
+    named, _, rest = inputs.partition(" held in ")
     of = set(named.replace(" and ", ", ").split(", "))
-    return "right" if of <= set(names) and any(one in rest for one in wanted) else "another named"
+    if inputs and not (of <= set(names) and any(one in rest for one in wanted)):
+        return "another named"
+    return "right" if bool(probs) == bool(cast) and bool(inputs) == bool(names) else "in part"
+
+
+def _is_cast(said: str, cast: str, tile: int) -> bool:
+    """Whether what is said of P_bar's cast is what was done: its format, and what else is said."""
+    form, _, factor = cast.partition(", ") if "FP8" in cast else cast.partition(" (")
+    if not cast or form.rstrip(")") not in said:
+        return False
+    known = said.rstrip(")").partition("(E4M3" if "E4M3" in said else "(E5M2" if "E5M2" in said else "(")[2]
+    factors = [one for one in ("times", "as it is", "scale") if one in known]
+    return (not factors or factor in known) and ("-key" not in known or f"{tile}-key" in known)
 
 
 def main() -> None:

@@ -210,7 +210,15 @@ def _of_amax(blocks: _Blocks, by: Quantizer, amax: Tensor, seed: int) -> _Found:
         if by.masked and isinstance(rounding := scale_rounding(by.scale), Rounding):
             wanted = wanted.clamp(max=rounding.format.largest)
         scale = _rounded_scale(wanted, by, seed)
-        codes, clipped = coded(_divided(blocks.x, scale if by.divisor == "stored" else wanted, by), by, seed)
+        quotient = _divided(blocks.x, scale if by.divisor == "stored" else wanted, by)
+        if "inverse" in by.arithmetic:
+            torch_makes = by.arithmetic == "fp32-torch-inverse"
+            inverse = amax.reciprocal() * target if torch_makes else torch.full_like(amax, target) / amax
+            scale, quotient = (
+                torch.where(scale == 0, 0.0, inverse.reciprocal()),
+                torch.where(blocks.x == 0, blocks.x, blocks.x * inverse),
+            )
+        codes, clipped = coded(quotient, by, seed)
         scale, codes = _taken(scale, by.descale, by), codes + by.code_offset
         return _Found(codes * scale, codes, scale, None, None, clipped)
     rounding = scale_rounding(by.scale)

@@ -25,8 +25,10 @@ What is rounded follows the rules of ``kernels.formats``; beyond them:
 
 - **One rounding.** With arithmetic "exact" a block's scale, each quotient and each product are correctly rounded, each
   once. "fp32" divides and multiplies in fp32 first, as most kernels do; "fp32-reciprocal" multiplies by fp32(1 / s)
-  instead of dividing x; "fp32-triton" multiplies by Hopper's approximate reciprocals, as Triton's kernels do
-  where they divide (``kernels.reciprocals``), also for the scale.
+  instead of dividing x; "fp32-inverse" multiplies x by fp32(target / amax), and codes by its reciprocal, and
+  "fp32-torch-inverse" x by fp32(target * fp32(1 / amax)), which is what torch makes of 448 / amax; "fp32-triton"
+  multiplies by Hopper's approximate reciprocals, as Triton's kernels do where they divide
+  (``kernels.reciprocals``), also for the scale.
 - **Clamping.** A code that passes the largest number becomes it.
 - **NaN** makes its block NaN (all blocks, under a tensor's scale), and so does an infinity, whose scale is infinite;
   but of E8M0 the scale is then 2**127.
@@ -41,13 +43,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attn_diag.kernels.elements import CodeBook, Integers, code_book
 from attn_diag.kernels.formats import Mode, Rounding, parse
 
-Arithmetic = Literal["exact", "fp32", "fp32-reciprocal", "fp32-triton"]
-_ARITHMETICS = ("exact", "fp32", "fp32-reciprocal", "fp32-triton")
+Arithmetic = Literal["exact", "fp32", "fp32-reciprocal", "fp32-inverse", "fp32-torch-inverse", "fp32-triton"]
+_ARITHMETICS = get_args(Arithmetic)
 _INTEGER = re.compile(r"int([2-8])")
 _BLOCK = re.compile(r"(?:(\d+)x)?(\d+)")
 _ROWS = re.compile(r"([1-9]\d*)rows(?:/([248]))?")
@@ -165,6 +167,10 @@ class Quantizer:
             raise ValueError(f"quantizer {self.name}: scale_offset must be 0 or more, got {self.scale_offset}")
         if self.arithmetic not in _ARITHMETICS:
             raise ValueError(f"quantizer {self.name}: arithmetic is one of {', '.join(_ARITHMETICS)}")
+        if "inverse" in self.arithmetic and not (self._one_level and self.scale == "fp32"):
+            raise ValueError(
+                f"quantizer {self.name}: an inverse scale is one of fp32, of one level without a zero point"
+            )
         if not all(0 < factor <= 1 for factor in self.search):
             raise ValueError(f"quantizer {self.name}: search wants factors above 0 and at most 1, got {self.search}")
         for field, of, parts in (("stale", "parts of amax", self.stale), ("descale", "factors", self.descale)):

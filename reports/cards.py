@@ -103,8 +103,8 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
     if not finding.captured:
         facts.append(("Seen in", "An emulated recipe, run on these inputs; not in what a kernel returned."))
     following = next_of(diagnosis, finding) if finding.captured else next_command(diagnosis)
-    run = following.said if finding.captured else ""
-    if not finding.captured and not following.command:
+    run = following.said if finding.captured and following.command else ""
+    if not following.command:
         facts.append(("Next", _capital(following.said)))
     worst = finding.worst
     heads = {s.of for s in finding.by_step}

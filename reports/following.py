@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
+from attn_diag.results.quality import CAST_TO, HELD_IN
 from attn_diag.results.wording import source_argument
 
 # What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
@@ -33,7 +34,19 @@ _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
     """The line."""
+    if (todo := _below_16_bits(finding)) is not None:
+        return Line("Next", todo)
     return Line("Next", command(diagnosis, finding), command=True, purpose=_purpose(diagnosis, finding))
+
+
+def _below_16_bits(finding: SharedFinding) -> str | None:
+    """What to do where it is known what was rounded below 16 bits, of which no command tells more; None: it is not."""
+    said = finding.pattern or ""
+    if CAST_TO in said:
+        return "where 8 bits are meant, inspect it as the kernel that it is: --declared fa3-fp8, sage2, …"
+    if HELD_IN in said:
+        return "inspect it again with q, k and v as the kernel multiplies them, code times scale."
+    return None
 
 
 def fitting(finding: SharedFinding) -> list[str]:
@@ -44,7 +57,7 @@ def fitting(finding: SharedFinding) -> list[str]:
 def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """(what it answers, command) for a closer look at the gravest finding; none where no rounding makes it."""
     found = [*diagnosis.findings, *diagnosis.undecided]
-    if not found or found[0].label in ("wrong", "nonfinite", "unjudged"):
+    if not found or found[0].label in ("wrong", "nonfinite", "unjudged") or _below_16_bits(found[0]) is not None:
         return []
     if (arguments := _arguments(diagnosis, found[0])) is None:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from attn_diag.reports import words
 from attn_diag.reports.finding_words import NAMES, Line, about, brief, fault, style_of, where
-from attn_diag.reports.following import command, fitting, next_of
+from attn_diag.reports.following import fitting, next_of
 from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
@@ -15,7 +15,7 @@ from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, Observation
 from attn_diag.results.quality import KEPT_OPEN
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together, yardstick
 
-__all__ = ["command", "headline", "next_command", "of_observations", "opening", "style"]
+__all__ = ["headline", "next_command", "of_observations", "opening", "style"]
 Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"
@@ -79,7 +79,7 @@ def opening(diagnosis: Diagnosis) -> Iterator[Line]:
     for number, finding in enumerate(found[:_MOST_FINDINGS] if len(found) > 1 else []):
         observations = of_observations(diagnosis, finding)
         if len(found) > 2 and number > 0:
-            yield brief(finding, observations, following=command(diagnosis, finding), crowded=True)
+            yield brief(finding, observations, following=next_of(diagnosis, finding).said, crowded=True)
         else:
             yield brief(finding, observations, crowded=len(found) > 2)
             yield next_of(diagnosis, finding)

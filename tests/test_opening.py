@@ -23,7 +23,8 @@ from snapshots import require_unchanged
 import attn_diag
 from attn_diag import Capture
 from attn_diag.reports.finding_words import matters, sure, what, when, where
-from attn_diag.reports.opening import command, headline, next_command, opening
+from attn_diag.reports.following import command
+from attn_diag.reports.opening import headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
 from attn_diag.results.diagnosis import Diagnosis, HeadDiagnosis
 from attn_diag.results.findings import SharedFinding

@@ -240,6 +240,24 @@ class TestOthers:
         assert torch.equal(found.scale, scale.float())
         assert torch.equal(found.codes, decoded(data).reshape(x.shape))
 
+    @pytest.mark.parametrize(("block", "over"), [("tensor", (0, 1)), ("row", 1), ("column", 0)])
+    def test_scales_that_are_made_the_other_way_round(self, block: str, over: int | tuple[int, ...]) -> None:
+        x = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        x[3] = 0
+        amax = x.float().abs().amax(over, keepdim=True)
+        inverses = {"fp32-inverse": torch.full_like(amax, 448) / amax, "fp32-torch-inverse": 448 / amax}
+        codes = {
+            name: (x * inverse).nan_to_num(0.0).to(torch.float8_e4m3fn).float() for name, inverse in inverses.items()
+        }
+        for name, theirs in codes.items():
+            found = attn_diag.quantize(x, "fp8", block=block, arithmetic=name)
+            assert torch.equal(found.codes, theirs)
+            assert bool(found.values.isfinite().all())
+        if block == "row":
+            assert not torch.equal(*codes.values())  # of BF16, whose quotients are often ties
+        with pytest.raises(attn_diag.errors.InputError, match="an inverse scale is one of fp32"):
+            attn_diag.quantizer("mxfp8", arithmetic="fp32-inverse")
+
     def test_nvfp4_as_torchao_has_it(self) -> None:
         kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale

@@ -20,7 +20,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_diag.kernels import Recipe, preset
+from attn_diag.head.recipe_candidates import ALL_KEYS
+from attn_diag.kernels import Recipe, Schedule, preset
 from attn_diag.kernels.formats import parse, round_to
 from attn_diag.reference import AttentionHead, reference_rows
 
@@ -28,6 +29,9 @@ from attn_diag.reference import AttentionHead, reference_rows
 _MANTISSA = 3
 _EIGHT_BITS = f"e8m{_MANTISSA}"
 _CHUNK = 256
+# On a GPU emulation waits for its launches: there all keys are taken at once, in blocks of so many scores. A draw has
+# no bits that a schedule would change.
+_SCORES = 2**22
 # What is rounded: scores to BF16 in the forward alone, so that L does not fit the backward's; q, k, v and dO to 8 bits;
 # the casts of P and dS to 8 bits; dP to 8 bits; delta to 8 bits.
 SITES = ("scores", "operands", "casts", "dprobs", "delta")
@@ -66,6 +70,8 @@ def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None 
         recipe = replace(recipe, scores=f"bf16{how}", alpha="before-rounding", difference="fp32", exp="exact")
     if name == COARSEST:
         recipe = replace(recipe, row_sum_clamp=None, backward_scores="fp32", dscores_from="cast-probs")
+    if head.q.is_cuda:
+        recipe = replace(recipe, schedule=Schedule(max(128, _SCORES // max(1, len(head.k))), ALL_KEYS))
     return head, replace(recipe, seed=seed)
 
 

@@ -121,8 +121,7 @@ def identify_head(
     if subject is None:
         return None
     subject.step = step
-    many = rows or rows_compared(capture.lengths(batch)[1])
-    coarse, final = choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
+    coarse, final = _chosen(subject, rows)
     if not len(final):
         return None
     trials, compared, tried = search.search(subject, coarse, final)
@@ -135,6 +134,21 @@ def identify_head(
     found = IdentifiedHead(subject, len(compared), trials, tried, least, broken)
     judge.choose(found, sampled)
     return found
+
+
+def nothing_fits(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> bool:
+    """Whether ``identify_head`` of this head would find nothing that fits, as far as few rows tell (``ruled_out``)."""
+    subject = search.read_subject(capture, observation, batch, head, device)
+    if subject is None:
+        return True
+    coarse, _ = _chosen(subject, None)
+    return not len(coarse) or search.ruled_out(subject, coarse)
+
+
+def _chosen(subject: search.SearchedHead, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for a coarse search, and for the final comparison so many."""
+    many = rows or rows_compared(len(subject.inputs.head.k))
+    return choose_rows(subject.inputs, subject.observed, min(_COARSE_ROWS, many), many)
 
 
 def judge(capture: Capture, observation: str, batch: int, head: int, found: IdentifiedHead, rows: Tensor) -> None:

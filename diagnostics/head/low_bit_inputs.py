@@ -10,21 +10,20 @@ is as much along it: of n numbers that are independent, e has the part r^2 along
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from attn_diag.head.declared_ways import block_words
-from attn_diag.kernels.elements import Integers
-from attn_diag.kernels.formats import Rounding
-from attn_diag.kernels.quantize import quantize
-from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
+from attn_diag.head.low_bit_formats import LowBitFormat, arithmetics_of, expected_square, formats_of
+from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
+from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
 
 NAMES = ("k", "v", "q")
+PROBS = "p"
 # By chance one of those tried has so much of an error along what it makes with probability exp(-_NATS) at most.
 _NATS = 10.0
 # How often an error may have a part in it that is in it once, beside others.
@@ -44,72 +43,34 @@ _ANY_SCALE = (
     ("FP8 (E4M3)", PRESETS["fp8"], (1.0, 2.0), 1 / 150),
     ("INT8", quantizer("int8", block="tensor"), (1.0, 3.0), 1 / 200),
 )
+# Casts of P_bar are tried in so many ways, the other orders of so many that most of an error is along.
+_MOST_CASTS, _FEW_CASTS = 200, 2
+# So much and so often a cast of P_bar is in an error at first: other scores, of another k, fall between other numbers.
+_IN_PART = 0.05, 0.2
+# So much of what q, k and v leave the cast of P_bar may leave.
+_MOST_BESIDE = 0.5
+# A scale that was fitted leaves no more, as what else is wrong may look like one in few rows.
+_FITTED = 4.0
 _FINER, _FINEST, _MOST_NUMBERS = 16, 1e-5, 2**17
 # Widened to 16 bits, numbers of FP8 are up to so much larger or smaller in the mean.
 _NEAR = 2.0**-8
-# BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
-_ARITHMETICS = "exact", "fp32", "fp32-reciprocal"
 
 
-@dataclass(frozen=True)
-class LowBitFormat:
-    """What q, k or v was rounded to."""
-
-    format: str
-    """In words, "FP8 (E4M3)"."""
-    scales: str
-    """In words, "a scale a row"."""
-    by: Quantizer
-    """How."""
-    amax: float | None = None
-    """What scales are made of in place of x's own largest number."""
-    smooth: bool = False
-    """Without the mean of all rows, which is added again."""
-
-    @property
-    def words(self) -> str:
-        """Both, "FP8 (E4M3, a scale a row)"."""
-        head, bracket, rest = self.format.partition(")")
-        if not self.scales:
-            return self.format
-        return f"{head}, {self.scales}{bracket}{rest}" if bracket else f"{self.format} ({self.scales})"
-
-    @property
-    def own_scale(self) -> bool:
-        """Whether it has one scale that is no head's, nor 1."""
-        return self.amax not in (None, self.by.mapped)
-
-    def at(self, factor: float) -> LowBitFormat:
-        """With a scale so many times as large."""
-        assert self.amax is not None
-        amax = factor * self.amax
-        return replace(self, amax=amax, scales=f"one scale, {amax / self.by.mapped:.5g}")
-
-    def of(self, x: Tensor) -> Tensor:
-        """x [n, D] in it."""
-        mean = x.mean(0) if self.smooth else 0.0
-        return quantize(x - mean, self.by, amax=self.amax).values + mean
-
-
-def _unscaled(words: str, elements: str, scales: str) -> LowBitFormat:
-    by = quantizer("fp8", elements=elements)
-    return LowBitFormat(words, scales, by, by.mapped)
-
-
-UNSCALED = {
-    "FP8 (E4M3)": _unscaled("FP8 (E4M3)", "e4m3", "scale 1"),
-    "FP8 (E5M2)": _unscaled("FP8 (E5M2)", "e5m2", "scale 1"),
-    "BF16": _unscaled("BF16", "bf16", ""),
-}
-"""Formats without scales, by their words; BF16 is one of what was given in FP16."""
-
-Held = Mapping[str, LowBitFormat]
-"""By the names of q, k and v, what each was held in that was not held as it was given."""
+Held = Mapping[str, LowBitFormat | CastProbs]
+"""By the names of q, k and v, what each was held in that was not held as it was given; by "p" how P_bar was cast."""
 
 
 def held(head: AttentionHead, formats: Held) -> AttentionHead:
     """The head with q, k and v as they were held."""
-    return replace(head, **{name: one.of(getattr(head, name)) for name, one in formats.items()})  # type: ignore[arg-type]
+    inputs = {name: one.of(getattr(head, name)) for name, one in formats.items() if isinstance(one, LowBitFormat)}
+    return replace(head, **inputs)  # type: ignore[arg-type]
+
+
+def out_of(head: AttentionHead, rows: Tensor, formats: Held) -> Tensor:
+    """O of some rows [R] of a head whose q, k and v were held and whose P_bar was cast so, [R, Dv]."""
+    head = held(head, formats)
+    block, cast = reference_rows(head, rows), formats.get(PROBS)
+    return cast.out(block, head.v[block.keys]) if isinstance(cast, CastProbs) else block.out
 
 
 def find_held(
@@ -146,29 +107,45 @@ class _Search:
         self._common = torch.linalg.qr(common).Q
         self._gains = {name: self._gain(name) for name in NAMES}
 
-    def run(self, noise: float, widened: str, *, any_scale: bool) -> list[Held]:
-        """Of each in turn the format that most of what is left is along."""
-        found, tried = dict[str, LowBitFormat](), dict[str, list[LowBitFormat]]()
-        while len(found) < len(NAMES) and self.left(found) > noise:
+    def run(self, noise: float, widened: str, *, any_scale: bool, probs: bool = True) -> list[Held]:
+        """Of each in turn the format that most of what is left is along; without ``probs`` P_bar was not cast."""
+        found, tried = dict[str, LowBitFormat | CastProbs](), dict[str, list[LowBitFormat | CastProbs]]()
+        while len(found) <= len(NAMES) and self.left(found) > noise:
             error = self._apart(self._observed - self._out(found))
             open_ones = [name for name in NAMES if name not in found]
-            told = [one for name in open_ones for one in self._along(name, error)]
+            told: list[tuple[float, str, LowBitFormat | CastProbs]] = [
+                one for name in open_ones for one in self._along(name, error)
+            ]
+            told += self._casts(found)[:_FEW_CASTS] if probs and PROBS not in found else []
             if any_scale and not told:
                 told = [one for name in open_ones for one in self._any_scale(name, error)]
+            if not told and PROBS in found and (behind := self._behind_cast(found, open_ones)):
+                tried |= {name: [] for name in behind}
+                found |= behind
+                continue
             if not told:
                 break
             told.sort(key=lambda one: -one[0])
             left = {(name, one): self.left({**found, name: one}) for _, name, one in told[:_COMPARED]}
             name, chosen = min(left, key=left.__getitem__)
-            if left[name, chosen] > (1 - _PART) * self.left(found):
+            # P_bar may show in part until it is known of which scores it was made.
+            if name != PROBS and left[name, chosen] > (1 - _PART) * self.left(found):
                 break
             found[name] = chosen
             tried[name] = [fmt for _, of, fmt in told if of == name and fmt != chosen]
         for name, one in found.items():
-            found[name] = self._nearest(found, name, [
-                replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
-                for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), _ARITHMETICS)
-            ])  # fmt: skip
+            if isinstance(one, LowBitFormat):
+                found[name] = self._nearest(found, name, [
+                    replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
+                    for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), arithmetics_of(one.by))
+                ])  # fmt: skip
+        if found.pop(PROBS, None) is not None:
+            if not (ways := self._nearest_casts(found, noise)):
+                return self.run(noise, widened, any_scale=any_scale, probs=False)
+            found[PROBS], tried[PROBS] = ways[0], [*ways[1:]]
+        fitted = any(isinstance(one, LowBitFormat) and one.own_scale for one in found.values())
+        if fitted and self.left(found) > _FITTED * noise:
+            return self.run(noise, widened, any_scale=False, probs=probs)
         least = _SAME * self.left(found)
         alike = [
             [one, *(other for other in tried[name] if self.left({**found, name: other}) <= least)]
@@ -191,6 +168,16 @@ class _Search:
             tried, step = [best], step / _FINER
         return best
 
+    def _nearest_casts(self, found: Held, noise: float) -> list[CastProbs]:
+        """How P_bar was cast, with q, k and v held so: a way a format of those that leave least; empty: in none."""
+        left = {one: self.left({**found, PROBS: one}) for *_, one in self._casts(found)}
+        least = min(left.values(), default=math.inf)
+        if least > _MOST_BESIDE * self.left(found):
+            return []
+        alike = sorted((one for one in left if left[one] <= _SAME * least), key=left.__getitem__)
+        formats = dict.fromkeys(one.format for one in alike)
+        return [told_apart([one for one in alike if one.format == fmt], sure=least <= noise) for fmt in formats]
+
     def left(self, formats: Held) -> float:
         """The squared error that these leave, apart from factors of O and of the softmax scale."""
         return float(self._apart(self._observed - self._out(formats)).square().sum())
@@ -202,14 +189,49 @@ class _Search:
         return found
 
     def _out(self, formats: Held) -> Tensor:
-        return reference_rows(held(self._head, formats), self._rows).out if formats else self._block.out
+        return out_of(self._head, self._rows, formats) if formats else self._block.out
 
     def _along(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats whose effect is in an error once, each with the part that is along it and the name."""
-        formats = list(_formats(getattr(self._head, name), name))
+        formats = list(formats_of(getattr(self._head, name), name))
         for one in formats:
             if part := self._part(name, one, error, len(formats)):
                 yield part, name, one
+
+    def _casts(self, found: Held) -> list[tuple[float, str, CastProbs]]:
+        """Likewise the casts of P_bar, with q, k and v held as they were found to be, those of the most part first."""
+        head = held(self._head, found)
+        block, keys = reference_rows(head, self._rows), len(head.k)
+        error, parts = self._apart(self._observed - block.out), dict[CastProbs, float]()
+
+        def best_of(ways: Iterable[CastProbs]) -> list[CastProbs]:
+            for one in ways:
+                effect = self._apart(one.out(block, head.v[block.keys]) - block.out)
+                if one not in parts and (part := self._once(effect, error, _MOST_CASTS, *_IN_PART)):
+                    parts[one] = part
+            return sorted(parts, key=lambda one: -parts[one])
+
+        first = best_of(first_casts(keys))[:_FEW_CASTS]
+        return [(parts[one], PROBS, one) for one in best_of(way for one in first for way in in_other_ways(one, keys))]
+
+    def _behind_cast(self, found: Held, names: Sequence[str]) -> Held | None:
+        """In what q, k or both were held, where P_bar then falls between other numbers; of long heads none."""
+        if self._head.k.numel() > _MOST_NUMBERS:
+            return None
+        before, left = self.left(found), list[tuple[float, dict[str, LowBitFormat]]]()
+        for some in (["k", "q"], ["k"], ["q"]):
+            for one in formats_of(getattr(self._head, some[0]), some[0]) if set(some) <= set(names) else ():
+                formats = {name: replace(one, smooth=one.smooth and name == "k") for name in some}
+                if all(self._expected(name, fmt) <= _FAR * before for name, fmt in formats.items()):
+                    left.append((self.left({**found, **formats}), formats))
+        least, formats = min(left, key=lambda one: one[0], default=(before, {}))
+        by_chance = math.log(max(len(left), 1)) + _NATS
+        shows = least <= (1 - _PART) * before and self._numbers / 2 * math.log(before / least) > by_chance
+        return formats if shows else None
+
+    def _expected(self, name: str, fmt: LowBitFormat) -> float:
+        """About the squared error that it makes."""
+        return self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
 
     def _any_scale(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats with one scale that may be any, at the one that fits best; of long heads none."""
@@ -225,7 +247,7 @@ class _Search:
                 tried = list[tuple[float, float, LowBitFormat]]()
                 for more in steps:
                     one = LowBitFormat(words, "", by, largest).at(math.exp(at + more))
-                    if part := self._part(name, one, error, count):
+                    if part := self._part(name, one, error, math.ceil(math.log(last / first) / _FINEST)):
                         tried.append((part, at + more, one))
                 best = max([*tried, *([best] if best else [])], key=lambda one: one[0], default=None)
                 step /= _FINER
@@ -238,18 +260,23 @@ class _Search:
     def _part(self, name: str, fmt: LowBitFormat, error: Tensor, tried: int) -> float | None:
         """The part of an error, squared, that lies along what a format makes; None: little, not once, or by chance."""
         whole = float(error.square().sum())
-        expected = self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
-        if not whole / _FAR <= expected <= whole * _FAR:
+        if not whole / _FAR <= self._expected(name, fmt) <= whole * _FAR:
             return None
         if (name, fmt) not in self._effects:
             self._effects[name, fmt] = self._apart(self._effect(name, fmt.of(getattr(self._head, name))))
-        effect = self._effects[name, fmt]
-        size, along = float(effect.square().sum()), float((error * effect).sum())
-        if not 0 < size < math.inf or not _ONCE[0] <= along / size <= _ONCE[1]:
+        return self._once(self._effects[name, fmt], error, len(NAMES) * tried)
+
+    def _once(
+        self, effect: Tensor, error: Tensor, tried: int, least: float = _PART, fewest: float = _ONCE[0]
+    ) -> float | None:
+        """The part of an error, squared, along the effect of one of so many tried; None as of ``_part``."""
+        whole, size = float(error.square().sum()), float(effect.square().sum())
+        along = float((error * effect).sum())
+        if not 0 < size < math.inf or not fewest <= along / size <= _ONCE[1]:
             return None
         part = along**2 / (size * whole)
         chance = self._numbers / 2 * math.log(max(1 - part, 1e-12))
-        return part if part >= _PART and -chance > math.log(len(NAMES) * tried) + _NATS else None
+        return part if part >= least and -chance > math.log(tried) + _NATS else None
 
     def _effect(self, name: str, other: Tensor) -> Tensor:
         """What another q, k or v makes of O, to first order: P dV, or P o dS (V - O)."""
@@ -270,58 +297,3 @@ class _Search:
         expected = expected_square(x, fp8)
         effect = self._effect(name, LowBitFormat("", "", fp8).of(x)).square().sum()
         return float(effect) / expected if expected else 0.0
-
-
-def expected_square(x: Tensor, by: Quantizer) -> float:
-    """About what the mean square of an element's error is, within a few times, from blocks' largest numbers alone."""
-    elements = by.parsed_elements
-    if isinstance(elements, Rounding) and by.scale == "fp32":
-        return float(x.square().mean()) * 4.0 ** -(elements.format.mantissa_bits + 1) / 3
-    levels = by.largest - (elements.lowest if isinstance(elements, Integers) else -by.largest)
-    whole = by.block == "tensor" or (by.whole_rows and by.block != "row")
-    down = by.block == "column" or by.block.endswith("x1")
-    largest = x.abs().amax() if whole else x.abs().amax(0 if down else 1)
-    return float((2 * largest / levels).square().mean()) / 12
-
-
-def _formats(x: Tensor, name: str) -> Iterator[LowBitFormat]:
-    """What x [n, D] may have been held in with scales of its own, and FP8 without any."""
-    shape = len(x), x.shape[1]
-    for one in UNSCALED.values():
-        yield one
-        if one.scales:
-            yield from _blocks(one.format, one.by, ("tensor", "row", "column", "64rows", "128rows"), shape)
-    if name == "v":
-        for words, preset, block in (("MXFP8", "mxfp8", 32), ("MXFP4", "mxfp4", 32), ("NVFP4", "nvfp4", 16)):
-            yield from _blocks(words, PRESETS[preset], (f"{block}x1",), shape)
-    for words, preset in (("MXFP8", "mxfp8"), ("MXFP4", "mxfp4"), ("NVFP4", "nvfp4"), ("NF4", "nf4")):
-        yield from _blocks(words, PRESETS[preset], (PRESETS[preset].block,), shape)
-    rows = ("tensor", "row", *(f"{n}rows" for n in (16, 32, 64, 128)))
-    groups = ("row", "column", *(f"{n}{of}" for n in (32, 64, 128) for of in ("", "x1")))
-    for bits in (8, 4, 2):
-        by = quantizer("int8", elements=f"int{bits}")
-        if bits > 2:
-            yield from _blocks(f"INT{bits}", by, (*rows, *groups[1:]), shape)
-            half = quantizer(by, narrow=False, target=(2**bits - 1) / 2)
-            yield from _blocks(
-                f"INT{bits}", half, ("tensor", *groups), shape, f", the largest number over {half.target:g}"
-            )
-        if bits > 2 and name == "k":
-            yield from _blocks(f"INT{bits}", by, rows, shape, ", without the mean of k", smooth=True)
-        for zero, how in (("integer", ""), ("float", " that is not rounded")):
-            asymmetric = quantizer(by, narrow=False, symmetric=False, zero_point=zero)
-            yield from _blocks(f"INT{bits}", asymmetric, groups, shape, f" and a zero point{how}")
-
-
-def _blocks(
-    words: str, by: Quantizer, blocks: Sequence[str], shape: tuple[int, int], more: str = "", *, smooth: bool = False
-) -> Iterator[LowBitFormat]:
-    """A format with a scale for each of these blocks, of each shape once."""
-    seen = set[tuple[int, int]]()
-    for block in blocks:
-        one = quantizer(by, block=block)
-        rows, columns = one.block_shape(shape)
-        size = min(rows, shape[0]), min(columns, shape[1])
-        if size not in seen:
-            seen.add(size)
-            yield LowBitFormat(words, f"a scale for {block_words(block)}{more}", one, smooth=smooth)

@@ -15,7 +15,7 @@ from attn_diag.errors import InputError
 from attn_diag.head.assumptions import check_observation, judge_checks, wrong_among
 from attn_diag.head.baseline import Baseline, Recognised, find_baseline, recognise
 from attn_diag.head.by_kernels import identify_by_kernels
-from attn_diag.head.identification import IdentifiedHead, identify_head
+from attn_diag.head.identification import IdentifiedHead, identify_head, nothing_fits
 from attn_diag.head.output_fit import OutputFit
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, read_head, read_outputs
@@ -130,6 +130,13 @@ class OpenCapture:
         if place not in self._identified:
             self._identified[place] = identify_head(self.capture, observation, batch, head, self.device)
         return self._identified[place]
+
+    def fitting(self, observation: str, batch: int, head: int) -> IdentifiedHead | None:
+        """As ``identify``; None where a few rows show that nothing fits, which the whole search would take long to."""
+        place = observation, batch, head
+        if place not in self._identified and nothing_fits(self.capture, *place, self.device):
+            return None
+        return self.identify(*place)
 
     def identify_ahead(self, observation: str, places: Sequence[tuple[int, int]]) -> None:
         """Look for the kernels of some heads (batch item, head) together, as ``identify_by_kernels`` does.

@@ -16,6 +16,8 @@ from attn_diag.work import map_in_order
 _POOL, _BLOCK = 512, 64
 # Rows that see few keys, at least so many and one in so many; and the keys that each sees at least, if any does.
 _FEW_ROWS, _FEW_OF, _TELLING_KEYS = 24, 16, 64
+# Keys of the smallest tile that any recipe or loop is tried with.
+_TILE = 16
 
 
 def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,3 +63,11 @@ def seeing_few(head: HeadLike, rows: Tensor) -> Tensor:
     telling = [row for row, count in keys.items() if count >= _TELLING_KEYS] or list(keys)
     count = max(_FEW_ROWS, len(keys) // _FEW_OF)
     return rows.new_tensor(sorted(sorted(telling, key=keys.__getitem__)[:count]))
+
+
+def in_one_tile(inputs: HeadInputs, observed: Tensor) -> Tensor:
+    """Usable rows that see two keys or more, none behind the first tile: all schedules are one there; int64 [R]."""
+    spans = [inputs.head.visible_span(slice(row, row + 1)) for row in range(len(observed))]
+    rows = [row for row, span in enumerate(spans) if span.stop <= _TILE and span.stop - span.start > 1]
+    found = torch.tensor(rows[:_BLOCK], dtype=torch.int64, device=observed.device)
+    return usable_rows(inputs, observed, found)[0] if rows else found

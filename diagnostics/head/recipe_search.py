@@ -28,7 +28,7 @@ from attn_diag.head.recipe_candidates import (
     split_recipes,
     variants,
 )
-from attn_diag.head.recipe_rows import seeing_few, spread_rows
+from attn_diag.head.recipe_rows import in_one_tile, seeing_few, spread_rows
 from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows_of_several
 from attn_diag.kernels.emulation import NO_BLOCK
 from attn_diag.kernels.emulation_operands import HeadLike
@@ -293,6 +293,17 @@ def search(subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor) -> tu
     return ranked([*trials, *(t for t in more if t.recipe not in known_already)], d), final_rows, tried + tried_more
 
 
+def ruled_out(subject: SearchedHead, coarse_rows: Tensor) -> bool:
+    """Whether ``search`` would find nothing that fits: on a few rows no recipe comes near the bits of O.
+
+    These are rows that see one tile of any schedule, which tell most in the least time, or else ``coarse_rows``.
+    """
+    rows = in_one_tile(subject.inputs, subject.observed)
+    rows = rows if len(rows) >= _LATE_ROWS else coarse_rows
+    trials, _, _ = search(subject, rows, rows)
+    return trials[0].match.agreement < 1 - 2 * MISSED_BY_SUMS[subject.fmt]
+
+
 def low_bit_trials(subject: SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> tuple[list[Trial], int]:
     """Kernels below 16 bits on ``rows``, best first, where a few do not rule them out; and how many were tried.
 
@@ -326,12 +337,13 @@ def _runs(recipe: Recipe, head: HeadLike) -> bool:
 def _tried(
     subject: SearchedHead, coarse_rows: Tensor, final_rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]
 ) -> tuple[list[Trial], int]:
-    """Every schedule on a few rows, with the rounding sites that look best in two of them, and those of ``always``; the
-    leaders, and the presets, on more rows; then other exponentials and row sums around the leaders."""
+    """Every schedule on a few rows, with the rounding sites that look best in two of them, and those of ``always``, and
+    what is nearer; the leaders, and the presets, on more rows; then other exponentials and row sums around them."""
     d = subject.head_dim
-    tried = dict.fromkeys(_coarse(subject, coarse_rows, found, always))
-    trials = first_trials(subject, list(tried), coarse_rows)
-    best = trials[0].match
+    trials = first_trials(subject, _coarse(subject, coarse_rows, found, always), coarse_rows)
+    if not always or not fits(subject, trials[0]):  # what is published says enough
+        trials = _climbed(subject, trials, coarse_rows, found)
+    tried, best = dict.fromkeys(t.recipe for t in trials), trials[0].match
     leaders = [t.recipe for t in trials[:_FINALISTS]]
     leaders += [t.recipe for t in trials[_FINALISTS:] if best.compare(t.match).p_value > _COARSE_LEVEL]
     chosen = dict.fromkeys([*known(subject), *leaders])
@@ -340,6 +352,24 @@ def _tried(
     others = [v for t in final[:_LEADERS] for v in variants(t.recipe)]
     others = [v for v in dict.fromkeys(others) if v not in chosen]
     return ranked([*final, *subject.run(others, final_rows)], d), len(tried | dict.fromkeys(others))
+
+
+def _climbed(subject: SearchedHead, trials: list[Trial], rows: Tensor, found: Sequence[Recipe]) -> list[Trial]:
+    """Trials on ``rows``, best first, with those that change one thing of the leaders, until none of them is better.
+
+    That is their rounding sites, their schedule, or their exponential and row sum: of kernels that add up in 16 bits
+    each shows only where the others are nearly right. Around the best all are tried that may have the same bits.
+    """
+    every, best = schedules(len(subject.inputs.head.k), diagonal=False), -1.0
+    while best < trials[0].match.agreement:
+        best, known_already = trials[0].match.agreement, {t.recipe for t in trials}
+        near = dict[Recipe, None]()
+        for recipe in (t.recipe for t in trials[:_LEADERS]):
+            near |= dict.fromkeys(replace(r, schedule=recipe.schedule, exp=recipe.exp) for r in found)
+            near |= dict.fromkeys([*(replace(recipe, schedule=schedule) for schedule in every), *variants(recipe)])
+        new = [recipe for recipe in near if recipe not in known_already]
+        trials = ranked([*trials, *subject.run(new, rows)], subject.head_dim)
+    return trials
 
 
 def _coarse(subject: SearchedHead, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:

@@ -11,10 +11,10 @@ recipe of a kernel, which rounds l and O once a tile and a never.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from torch import Tensor
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.from_lse import FROM_LSE, from_lse
 from attn_diag.head.recipe_changes import coarse_words
-from attn_diag.head.recipe_rows import usable_rows
-from attn_diag.head.recipe_search import LEVEL, SearchedHead, threshold
+from attn_diag.head.recipe_rows import in_one_tile, seeing_few, usable_rows
+from attn_diag.head.recipe_search import LEVEL, MISSED_BY_SUMS, SearchedHead, threshold
 from attn_diag.kernels import preset
 from attn_diag.kernels.formats import Format
 from attn_diag.reference import AttentionHead, FloatFormat
@@ -72,12 +72,24 @@ class TiledLoop:
 
     def forward(self, head: AttentionHead, rows: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """The same, and m and l, [R, 1]."""
+        m, ((row_sum, out),) = self._walked(head, rows, low, [self])
+        return (out / row_sum).to(low), m, row_sum
+
+    def outs(self, head: AttentionHead, rows: Tensor, low: torch.dtype, some: Sequence[TiledLoop]) -> list[Tensor]:
+        """O of loops that differ from this one in nothing but what their sums l and O are stored in."""
+        return [(out / row_sum).to(low) for row_sum, out in self._walked(head, rows, low, some)[1]]
+
+    def _walked(
+        self, head: AttentionHead, rows: Tensor, low: torch.dtype, some: Sequence[TiledLoop]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """m, and l and O before it is divided, of loops as in ``outs``."""
         of = {True: low, False: torch.float32}
         q, k, v = head.q[rows].to(low), head.k.to(low), head.v.to(low)
         m = torch.full((len(rows), 1), -torch.inf, dtype=of[self.row_max])
-        row_sum = torch.zeros(len(rows), 1, dtype=of[self.row_sum])
-        out = torch.zeros(len(rows), v.shape[1], dtype=of[self.accumulator])
-        for start in range(0, len(k), self.tile):
+        row_sums = {coarse: torch.zeros(len(rows), 1, dtype=of[coarse]) for coarse in {one.row_sum for one in some}}
+        outs = {of_o: torch.zeros(len(rows), v.shape[1], dtype=of[of_o]) for of_o in {one.accumulator for one in some}}
+        seen = head.visible_span(rows)  # a tile of others changes nothing
+        for start in range(seen.start // self.tile * self.tile, seen.stop, self.tile):
             keys = slice(start, min(start + self.tile, len(k)))
             scores = self._scores(q, k[keys], head.scale)
             head.apply_mask(scores, rows, keys)
@@ -89,10 +101,11 @@ class TiledLoop:
             rescale, probs = rescale.exp(), probs.exp()
             probs = probs.to(low) if self.probs == "cast" else probs
             products = probs @ v[keys].float() if self.probs == "fp32" else _product(probs.to(low), v[keys])
-            row_sum = (rescale * row_sum + probs.sum(1, keepdim=True)).to(row_sum.dtype)
-            out = (rescale * out + products).to(out.dtype)
+            total = probs.sum(1, keepdim=True)
+            row_sums = {coarse: (rescale * one + total).to(one.dtype) for coarse, one in row_sums.items()}
+            outs = {coarse: (rescale * one + products).to(one.dtype) for coarse, one in outs.items()}
             m = largest
-        return (out / row_sum).to(low), m, row_sum
+        return m, [(row_sums[one.row_sum], outs[one.accumulator]) for one in some]
 
     def _scores(self, q: Tensor, k: Tensor, alpha: float) -> Tensor:
         if self.scores == "fp32":
@@ -166,6 +179,15 @@ def _fitting(subject: SearchedHead, rows: Tensor, some: Sequence[TiledLoop]) -> 
     rows, _ = usable_rows(subject.inputs, observed, rows)
     if not len(rows):
         return []
-    found = [(loop, Match(loop.out(head, rows, observed.dtype) == observed[rows])) for loop in some]
-    found = [(loop, m) for loop, m in found if m.agreement >= threshold(subject.fmt, m.equal.numel())]
+
+    def matches(loops: Sequence[TiledLoop], of_rows: Tensor) -> Iterator[tuple[TiledLoop, Match]]:
+        for _, alike in groupby(loops, key=lambda loop: replace(loop, row_sum=False, accumulator=False)):
+            first, *others = alike
+            made = first.outs(head, of_rows, observed.dtype, [first, *others])
+            yield from zip([first, *others], (Match(out == observed[of_rows]) for out in made), strict=True)
+
+    few = in_one_tile(subject.inputs, observed)
+    few = few if len(few) else seeing_few(head, rows)
+    near = [loop for loop, m in matches(some, few) if m.agreement >= 1 - 2 * MISSED_BY_SUMS[subject.fmt]]
+    found = [(loop, m) for loop, m in matches(near, rows) if m.agreement >= threshold(subject.fmt, m.equal.numel())]
     return sorted(found, key=lambda one: -one[1].agreement)

@@ -16,11 +16,11 @@ LOSSY = 1.25
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
-HELD_IN = "held in"  # a format below 16 bits
+HELD_IN, CAST_TO = "held in", "cast to"  # a format below 16 bits: q, k or v, and P_bar
 """What such a pattern's words end with."""
 SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands")
-"""Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q, k
-or v in a format below 16 bits."""
+"""Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q,
+k, v or P_bar in a format below 16 bits."""
 
 
 @dataclass(frozen=True)

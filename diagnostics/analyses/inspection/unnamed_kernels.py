@@ -95,7 +95,7 @@ class UnnamedKernels:
         yield from self._found[observation]
         if ask:
             self._asked[observation] += 1
-            found = self._opened.identify(observation, part.batch, part.head)
+            found = self._opened.fitting(observation, part.batch, part.head)
             if found is not None and found.outcome != "flawed" and found.recipe is not None:
                 self._found[observation].append([found.recipe, *(trial.recipe for trial in found.as_good)])
                 yield self._found[observation][-1]

@@ -8,7 +8,7 @@ order of the keys (sums between tiles) is tried in usual tiles and splits: in ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,7 @@ from attn_diag.analyses.mismatch.hypotheses import Partials, Stated, split_sizes
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.split import HeadSemantics, blocks_of, heads_of, out_of_few
 from attn_diag.head.counterfactual import RECIPE, covers, returned_by
-from attn_diag.head.low_bit_inputs import UNSCALED, Held, LowBitFormat
+from attn_diag.head.low_bit_formats import UNSCALED, LowBitFormat
 from attn_diag.head.recipe_candidates import describe_schedule, schedules, variants
 from attn_diag.head.recipe_changes import LATE_DIVISION, CastMode, RecipeChange, cast, coarse_scores, rounded
 from attn_diag.head.unfused import WORDS, forwards, named, unfused
@@ -266,7 +266,9 @@ def _largest(stated: Stated, name: str) -> float:
     return max(float(x.abs().amax()) for x in every)
 
 
-def _stored(rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, formats: Held) -> Tensor:
+def _stored(
+    rows: RunRows, semantics: HeadSemantics, *, of: Predict, fmt: FloatFormat, formats: Mapping[str, LowBitFormat]
+) -> Tensor:
     """With these of q, k and v quantised, each head by itself, and widened to the inputs' format again."""
 
     def stored(name: str, x: Tensor) -> Tensor:

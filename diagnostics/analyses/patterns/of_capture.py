@@ -109,7 +109,10 @@ class CapturePatterns:
         evidence = self._evidence(observation, batch, head, verdict, outlying, features, sink)
         evidence = replace(evidence, shown=self._shown[observation, verdict.quantity])
         rounded = coarse and all(map(made_by_rounding, found))
-        patterns = [] if rounded else find_patterns(evidence)
+        output = verdict.quantity in _OUTPUTS
+        low_bit = verdict.declared is None and (output or verdict.quantity == "lse")
+        known = self._held.known(observation, evidence, math.sqrt(size)) if coarse and low_bit else None
+        patterns = [known] if known else [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in rows_unlike(one)]
         no_features = torch.zeros_like(evidence.features)
         # What explains all rows comes before the place of what a rounding does not make.
@@ -127,12 +130,7 @@ class CapturePatterns:
         vanishes = float(evidence.truth.square().sum()) < float(evidence.noise.sum())
         if coarse and (vanishes or not _convinces(patterns)):
             patterns = []
-        output = verdict.quantity in _OUTPUTS
-        if (
-            verdict.declared is None
-            and (output or verdict.quantity == "lse")
-            and not (vanishes or _convinces(patterns))
-        ):
+        if low_bit and not (vanishes or _convinces(patterns)):
             shared = shared_error(evidence, math.sqrt(size)) if coarse and output else None
             shared = shared or self._held.pattern(
                 observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
-from attn_diag.head.low_bit_inputs import NAMES, Held, find_held, held
+from attn_diag.head.low_bit_inputs import NAMES, PROBS, Held, find_held, held, out_of
+from attn_diag.head.low_bit_probs import CastProbs
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import HELD_IN, Pattern
+from attn_diag.results.quality import CAST_TO, HELD_IN, Pattern
 from attn_diag.results.wording import number, together
 
 _SAMPLE = 64
+# O of so many rows is made at once.
+_ROWS = 256
 # O is compared with what is not dropped out, and of so many scores and numbers: a search makes hundreds of versions.
 _MOST_SCORES, _MOST_NUMBERS = 2**27, 2**20
 # The search is made on so many heads of an observation that show nothing, or what others showed; that is tried on all.
@@ -49,6 +53,13 @@ class HeldOperands:
         if key not in self._told:
             self._told[key] = self._pattern(observation, evidence(), factor)
         return self._told[key]
+
+    def known(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
+        """What other quantities or heads showed, where it leaves no more than a well-rounded kernel; None: nothing."""
+        if not self._found[observation]:
+            return None
+        found = [one for alike in self._found[observation] if (one := _told(evidence, alike, factor)) is not None]
+        return min((one for one in found if _remaining(one) <= AS_GOOD), key=_remaining, default=None)
 
     def _pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
         head = evidence.heads[0]
@@ -87,8 +98,8 @@ def _formats(alike: Sequence[Held]) -> str:
 
 def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern | None:
     """The pattern, where these formats explain the quantity; V is not in LSE."""
-    if evidence.quantity == "lse":
-        alike = [{name: one for name, one in formats.items() if name != "v"} for formats in alike]
+    unseen = {"o": (), "lse": ("v", PROBS)}.get(evidence.quantity, (PROBS,))
+    alike = [{name: one for name, one in formats.items() if name not in unseen} for formats in alike]
     rows = evidence.usable.nonzero()[:, 0]
     left = float((evidence.observed - _made(evidence, alike[0]))[rows].square().sum())
     explained = 1 - left / max(float(evidence.error[rows].square().sum()), 1e-300)
@@ -106,6 +117,10 @@ def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern |
 
 def _made(evidence: Evidence, formats: Held) -> Tensor:
     """The quantity that heads give whose q, k and v were held so."""
+    if PROBS in formats and evidence.quantity == "o":
+        head = replace(evidence.heads[0], do=None)
+        rows = torch.arange(len(head.q), device=head.q.device)
+        return torch.cat([out_of(head, rows[i : i + _ROWS], formats) for i in range(0, len(rows), _ROWS)])
     found = [getattr(reference_of(held(one, formats)), _FIELDS[evidence.quantity]) for one in evidence.heads]
     return torch.stack(found).sum(0).reshape(evidence.observed.shape)
 
@@ -123,6 +138,12 @@ def held_words(alike: Sequence[Held]) -> str:
 
 def _in_words(formats: Held, *, scales: bool) -> str:
     by_words = defaultdict[str, list[str]](list)
-    for name in sorted(formats, key=NAMES.index):
-        by_words[formats[name].words if scales else formats[name].format].append(name)
-    return together([f"{together(names)} {HELD_IN} {words}" for words, names in by_words.items()])
+    cast = list[str]()
+    for name in sorted(formats, key=(*NAMES, PROBS).index):
+        one = formats[name]
+        words = one.words if scales else one.format
+        if isinstance(one, CastProbs):
+            cast = [f"{one.symbol} {CAST_TO} {words}"]
+        else:
+            by_words[words].append(name)
+    return together([*(f"{together(names)} {HELD_IN} {words}" for words, names in by_words.items()), *cast])

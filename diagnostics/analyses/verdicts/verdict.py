@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
 from attn_diag.analyses.verdicts.quality import beside_truth
-from attn_diag.analyses.verdicts.words import MEAN_OF_OPERANDS, OPERANDS, known_rounding
+from attn_diag.analyses.verdicts.words import LOW_BITS, MEAN_OF_OPERANDS, known_rounding
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     LABELS,
@@ -182,10 +182,10 @@ def judge(
     if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
     suggestions["lossy"] = known_rounding(answers["lossy"]) or suggestions["lossy"]
-    if suggestions["lossy"] != OPERANDS and any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
+    if suggestions["lossy"] not in LOW_BITS and any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
         suggestions["lossy"] += _OR_A_FAULT
-    if known_rounding(answers["lossy"] or answers["undecided"]) == OPERANDS:
-        suggestions |= {"lossy" if answers["lossy"] else "undecided": OPERANDS, "biased": MEAN_OF_OPERANDS}
+    if (known := known_rounding(answers["lossy"] or answers["undecided"])) in LOW_BITS:
+        suggestions |= {"lossy" if answers["lossy"] else "undecided": known, "biased": MEAN_OF_OPERANDS}
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
 
 

@@ -10,7 +10,7 @@ from attn_diag.captures.sources import KEYED
 from attn_diag.head.cut_off import SITES as CUT_OFF
 from attn_diag.head.quality import AS_GOOD, QuantitySample
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import Quantity, QuantityVerdict
+from attn_diag.results.quality import CAST_TO, HELD_IN, Quantity, QuantityVerdict
 from attn_diag.results.wording import number, percent, plural, ranges, times
 from attn_diag.statistics.ratios import MIN_GROUPS, RatioEstimate
 
@@ -34,7 +34,18 @@ OPERANDS = (
     "q, k or v lost their bits before they were multiplied. Where that is meant (a cache in FP8), give them as the "
     "kernel multiplies them, code times scale: then all else is judged."
 )
-MEAN_OF_OPERANDS = "Bits that q, k or v lost make a mean error of O as well: test it again with q, k and v given so."
+_PROBS = (
+    "P̄ lost its bits before it was multiplied with v: cast it to the inputs' 16 bits. Where 8 are meant, declare the "
+    "kernel (--declared fa3-fp8, sage2, …): then it is held against one that has them."
+)
+_BOTH = (
+    "q, k or v and P̄ lost their bits before they were multiplied. Where that is meant, declare the kernel (--declared "
+    "fa3-fp8, sage2, …): then it is held against one that has no more bits."
+)
+LOW_BITS = (OPERANDS, _PROBS, _BOTH)
+MEAN_OF_OPERANDS = (
+    "Bits that q, k, v or P̄ lost make a mean error of O as well: test it again without that loss, or declared."
+)
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 
 
@@ -105,7 +116,8 @@ def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
     if lossy and all(q.site == "gradient_accumulator" for q in lossy):
         return _ADDED_UP
     if lossy and all(q.patterns and q.patterns[0].kind == "operands" for q in lossy):
-        return OPERANDS
+        said = " ".join(q.patterns[0].words for q in lossy)
+        return _BOTH if HELD_IN in said and CAST_TO in said else _PROBS if CAST_TO in said else OPERANDS
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]
