@@ -365,7 +365,7 @@ def test_a_hang_ends_no_hunt() -> None:
     (finding,) = found.findings
     assert (finding.fault, finding.conditions[0].law) == ("timed-out", "Tq ≠ Tk")
     assert finding.smallest.rows != finding.smallest.keys
-    assert "65" in {x.level for x in found.axes[0].levels if x.outcome == "passed"}
+    assert {"8", "128"} <= {x.level for x in found.axes[0].levels if x.outcome == "passed"}
 
 
 def test_what_depends_on_earlier_calls_is_said_to() -> None:

@@ -202,9 +202,10 @@ def wrong_numbers(case: CaseInputs, o: Tensor, device: torch.device, below: floa
     numbers = other.tensors[name][...].flatten()[: case.q.shape[1]].tolist()
     estimated = name == "sinks"
     told = listed_numbers([float(number(x, 3)) for x in numbers] if estimated else numbers)
-    option = f"--{name.replace('_', '-')} {told}"
+    # What keys that fill a tile make is no sink to be stated: a call that is arranged otherwise tells.
+    options = () if "fill a tile" in words else (f"--{name.replace('_', '-')} {told}",)
     words = words.replace("the capture does not state", "are not stated")
-    return OtherFunction(stated.error, f"has {words}", "them stated", (option,), estimated=estimated)
+    return OtherFunction(stated.error, f"has {words}", "them stated", options, estimated=estimated)
 
 
 def as_counted(case: CaseInputs, outputs: Mapping[str, Tensor | None], device: torch.device) -> CaseInputs:
