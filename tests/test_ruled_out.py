@@ -56,6 +56,8 @@ def test_it_is_told_by_few_rows(causal: str, fmt: Format, dtype: torch.dtype) ->
         ("PV of a range, O's accumulator", Schedule(128, 32), 0),
         ("scores, row sum, PV of a range", Schedule(128, 16, "descending"), 3),
         ("row sum, PV of a range, O's accumulator", Schedule(128, 16), 2),
+        ("O's accumulator", Schedule(128, 48, "descending"), 0),
+        ("scores, row sum, PV of a range", Schedule(128, 80), 0),
     ],
 )
 def test_what_adds_up_in_16_bits_is_found_in_any_schedule(sites: str, schedule: Schedule, variant: int) -> None:
