@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.low_bit_formats import LowBitFormat, arithmetics_of, expected_square, formats_of
+from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_of, expected_square, formats_of
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
@@ -185,7 +185,7 @@ class _Search:
             return one
         others = (replace(one, amax=one.amax * by) for by in (0.5, 2.0))
         alike = any(self.left({**found, PROBS: other}) <= least for other in others)
-        return replace(one, factor=f"{one.factor} up to a power of two") if alike else one
+        return replace(one, factor=one.factor + UP_TO_TWO) if alike else one
 
     def left(self, formats: Held) -> float:
         """The squared error that these leave, apart from factors of O and of the softmax scale."""
