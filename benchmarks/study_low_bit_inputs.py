@@ -55,8 +55,8 @@ def _largest(x: Tensor, *over: int) -> Tensor:
 
 # By what is to be said of it, where a row has at least 32 numbers.
 FORMATS: dict[str, Change] = {
-    "FP8 (E4M3, scale 1)": lambda x: _float8(x, _E4M3),
-    "FP8 (E5M2, scale 1)": lambda x: _float8(x, _E5M2),
+    "FP8 (E4M3, scale 1 up to a power of two)": lambda x: _float8(x, _E4M3),
+    "FP8 (E5M2, scale 1 up to a power of two)": lambda x: _float8(x, _E5M2),
     "FP8 (E4M3, a scale for the head)": lambda x: _float8(x, _E4M3, _largest(x, -1, -2) / 448),
     "FP8 (E4M3, a scale for a row)": lambda x: _float8(x, _E4M3, _largest(x, -1) / 448),
     "FP8 (E4M3, one scale": lambda x: _float8(x, _E4M3, x.abs().amax() / 200),

@@ -13,10 +13,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from builders import first_head, inspected, some
 from hostile import NAMES, hostile_diagnosis
 from synthetic_reports import synthetic
 
+from attn_diag import inspect
 from attn_diag.errors import InputError
 from attn_diag.reports import gallery_document, html_document, html_fragment
 from attn_diag.reports.charts import Axis, Chart, Gallery, Section, Series
@@ -264,3 +266,13 @@ def test_evidence_is_what_the_diagnosis_shows(capture: str, reached: list[bool])
     page = html_document(found)
     steps = re.findall(r"<li( class=\"reached\")?>[^<]*<span class=\"spoken\">", page)
     assert [bool(step) for step in steps] == reached
+
+
+def test_a_rounding_that_is_named_is_found() -> None:
+    """The card said "The rounding that makes it is found: not yet" beside its name."""
+    q, k, v = (torch.randn(1, 1, 96, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    held = k.to(torch.float8_e4m3fn).float()
+    o = torch.softmax(q.float() @ held.mT / 32**0.5, -1) @ v.float()
+    page = html_document(inspect(q, k, v, o=o.bfloat16()))
+    steps = re.findall(r"<li( class=\"reached\")?>[^<]*<span class=\"spoken\">", page)
+    assert [bool(step) for step in steps] == [True, False, True, False, False]

@@ -63,12 +63,12 @@ def same(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("of_q", "of_k", "of_v", "words"),
     [
-        (same, fp8, fp8, "k and v held in FP8 (E4M3, scale 1)"),
+        (same, fp8, fp8, "k and v held in FP8 (E4M3, scale 1 up to a power of two)"),
         (
             same, by("fp8"), by("fp8-row"),
             "k held in FP8 (E4M3, a scale for the head) and v held in FP8 (E4M3, a scale for a row)",
         ),
-        (same, same, lambda x: fp8(x, 0.0217), "v held in FP8 (E4M3, one scale, 0.010851)"),
+        (same, same, lambda x: fp8(x, 0.0217), "v held in FP8 (E4M3, one scale, 0.010851 up to a power of two)"),
         (same, by("int8"), by("int8"), "k and v held in INT8 (a scale for a row)"),
         (same, by("int4-asymmetric"), same, "k held in INT4 (a scale for 32 of a row and a zero point)"),
         (
@@ -78,7 +78,8 @@ def same(x: Tensor) -> Tensor:
             "a zero point)",
         ),
         (by("int8"), by("int8"), same, "k and q held in INT8 (a scale for a row)"),
-        (fp8, same, same, "q held in FP8 (E4M3, scale 1)"),
+        (same, lambda x: fp8(x, 0.25), same, "k held in FP8 (E4M3, scale 1 up to a power of two)"),
+        (fp8, same, same, "q held in FP8 (E4M3, scale 1 up to a power of two)"),
         (same, same, by("mxfp4", block="32x1"), "v held in MXFP4 (a scale for 32 rows)"),
         (same, same, same, ""),
     ],
@@ -176,7 +177,7 @@ def test_an_fp8_cache_is_named_of_o_and_of_the_gradients_behind_it() -> None:
     for quantity, words in told.items():
         unit = "keys" if quantity in ("dk", "dv") else "rows"
         assert words.startswith(f"all {unit} are ")
-        assert "what k and v held in FP8 (E4M3, scale 1) give, " in words
+        assert "what k and v held in FP8 (E4M3, scale 1 up to a power of two) give, " in words
     assert head.verdict is not None
     assert any("give them as the kernel multiplies them" in text for text in head.verdict.suggestions)
     assert not any("wrong mathematics" in text for text in head.verdict.suggestions)
@@ -214,7 +215,9 @@ def test_lse_and_the_mean_of_o_are_not_blamed_for_a_cache() -> None:
     verdict = None
     for head in inspect(q, k, v, **given).captures[0].observations[0].heads:
         told = {one.quantity: one.patterns[0].words for one in head.quantities}
-        assert told["lse"].startswith("all rows are what k held in FP8 (E4M3, scale 1) gives, and but for that as good")
+        assert told["lse"].startswith(
+            "all rows are what k held in FP8 (E4M3, scale 1 up to a power of two) gives, and but for that as good"
+        )
         verdict = head.verdict
         assert verdict is not None
         assert not any("Look for the site" in text or "look for scores" in text for text in verdict.suggestions)
@@ -239,7 +242,9 @@ def test_a_second_fault_behind_a_cache_is_not_passed_over() -> None:
     out = scaled(1.02 * q.float(), fp8(k.float()), fp8(v.float()))
     (verdict,) = inspect(q, k, v, o=out).captures[0].observations[0].heads[0].quantities
     assert verdict.answer == "lossy"
-    assert verdict.patterns[0].words.startswith("all rows are near what k and v held in FP8 (E4M3, scale 1) give, ")
+    assert verdict.patterns[0].words.startswith(
+        "all rows are near what k and v held in FP8 (E4M3, scale 1 up to a power of two) give, "
+    )
     assert verdict.patterns[0].words.endswith(" times a well-rounded kernel's error off that")
 
 
@@ -251,5 +256,6 @@ def test_a_head_is_not_told_what_another_one_holds_besides() -> None:
     heads = inspect(q, k, v, o=scaled(q, held, fp8(v.float()))).captures[0].observations[0].heads
     told = [one.quantities[0].patterns[0].words.partition(" what ")[2] for one in heads if one.head is not None]
     assert [words.partition(" give")[0] for words in told] == [
-        "k and v held in FP8 (E4M3, scale 1)", "v held in FP8 (E4M3, scale 1)",
-    ]  # fmt: skip
+        "k and v held in FP8 (E4M3, scale 1 up to a power of two)",
+        "v held in FP8 (E4M3, scale 1 up to a power of two)",
+    ]

@@ -61,6 +61,9 @@ def drawn(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + bits) & -(2**20)).view(torch.float32)
 
 
+TIMES_256 = "P̄ cast to FP8 (E4M3, times 256 up to a power of two, in 128-key tiles descending)"
+
+
 def inputs(seed: int = 0, heads: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, T, D, generator=generator).bfloat16() for _ in range(3)]
@@ -98,10 +101,13 @@ def said(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str:
 @pytest.mark.parametrize(
     ("cast", "tile", "descending", "words"),
     [
-        (lambda p: fp8(p, 256.0), 128, True, "P̄ cast to FP8 (E4M3, times 256, in 128-key tiles descending)"),
-        (lambda p: fp8(p, 448.0), 64, False, "P̄ cast to FP8 (E4M3, times 448, in 64-key tiles ascending)"),
+        *((lambda p, by=by: fp8(p, by), 128, True, TIMES_256) for by in (256.0, 128.0)),
+        (
+            lambda p: fp8(p, 448.0), 64, False,
+            "P̄ cast to FP8 (E4M3, times 448 up to a power of two, in 64-key tiles ascending)",
+        ),
         (fp8, 80, True, "P̄ cast to FP8 (E4M3, as it is, in 80-key tiles descending)"),
-        (e5m2, 64, True, "P̄ cast to FP8 (E5M2, as it is, in 64-key tiles descending)"),
+        (e5m2, 64, True, "P̄ cast to FP8 (E5M2, as it is up to a power of two, in 64-key tiles descending)"),
         (int8, 64, False, "P̄ cast to INT8 (a scale for a row, in 64-key tiles)"),
         # A width that is not tried.
         (lambda p: fp8(p, 256.0), 56, False, "P̄ cast to FP8 (E4M3)"),
@@ -123,14 +129,14 @@ def test_a_cast_of_p_is_read_off_o(cast: Change, tile: int, descending: bool, wo
     [
         (
             by_amax(-1, -2), by_amax(-1, -2), lambda p: fp8(p, 256.0),
-            "k, v and q held in FP8 (E4M3, a scale for the head) and P̄ cast to FP8 (E4M3, times 256, in 64-key tiles "
-            "descending)",
+            "k, v and q held in FP8 (E4M3, a scale for the head) and P̄ cast to FP8 (E4M3, times 256 up to a power of "
+            "two, in 64-key tiles descending)",
         ),
         # Other scores, of q and k in INT8, fall between other numbers: neither shows without the other.
         (
             int8, by_amax(-2), lambda p: fp8(p, 448.0),
             "k and q held in INT8 (a scale for a row), v held in FP8 (E4M3, a scale for a feature) and P̄ cast to FP8 "
-            "(E4M3, times 448, in 64-key tiles descending)",
+            "(E4M3, times 448 up to a power of two, in 64-key tiles descending)",
         ),
         (by_amax(-1, -2), by_amax(-1, -2), bf16, "k, v and q held in FP8 (E4M3, a scale for the head)"),
     ],
@@ -155,10 +161,7 @@ def test_inspect_says_what_to_do_about_it() -> None:
     out = tiled((q, k, v), lambda p: fp8(p, 256.0), 128, descending=True)
     found = inspect(q, k, v, o=out, causal="top-left")
     report = " ".join(found.report().split())
-    assert (
-        "all rows are what P̄ cast to FP8 (E4M3, times 256, in 128-key tiles descending) gives, and but for that as "
-        "good as a well-rounded kernel's"
-    ) in report
+    assert f"all rows are what {TIMES_256} gives, and but for that as good as a well-rounded kernel's" in report
     assert "Next where 8 bits are meant, inspect it as the kernel that it is: --declared fa3-fp8" in report
     assert "P̄ lost its bits before it was multiplied with v" in report
     assert "q, k or v lost their bits" not in report

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_diag import inspect
 from attn_diag.captures.capture import Capture
 from attn_diag.head.identification import identify_head, nothing_fits
 from attn_diag.head.recipe_candidates import mixtures, variants
@@ -56,6 +57,8 @@ def test_it_is_told_by_few_rows(causal: str, fmt: Format, dtype: torch.dtype) ->
         ("PV of a range, O's accumulator", Schedule(128, 32), 0),
         ("scores, row sum, PV of a range", Schedule(128, 16, "descending"), 3),
         ("row sum, PV of a range, O's accumulator", Schedule(128, 16), 2),
+        ("O's accumulator", Schedule(128, 48, "descending"), 0),
+        ("scores, row sum, PV of a range", Schedule(128, 80), 0),
     ],
 )
 def test_what_adds_up_in_16_bits_is_found_in_any_schedule(sites: str, schedule: Schedule, variant: int) -> None:
@@ -70,3 +73,14 @@ def test_what_adds_up_in_16_bits_is_found_in_any_schedule(sites: str, schedule: 
     assert found.recipe is not None
     assert found.best.match.agreement > 0.995
     assert (found.recipe.row_sum, found.recipe.range_pv) == (recipe.row_sum, recipe.range_pv)
+
+
+def test_where_one_of_two_sums_is_rounded_both_are_said() -> None:
+    """In a single tile P V and O's accumulator are one number: inspect said that no rounding makes it."""
+    q, k, v = (torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    scores = q.float() @ k.float().mT / 8
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = ((probs.bfloat16().float() @ v.float()).bfloat16() / probs.sum(-1, keepdim=True)).bfloat16()
+    report = " ".join(inspect(q, k, v, o=o).report().split())
+    assert "PV of a range (or O's accumulator) in BF16" in report
+    assert "None of the roundings" not in report

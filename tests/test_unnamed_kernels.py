@@ -41,10 +41,10 @@ def test_sums_in_16_bits_are_named(sites: tuple[str, ...]) -> None:
     assert f"its bits show {', '.join(said[site] for site in sites)} in BF16" in o.words
 
 
-def test_of_roundings_that_the_bits_do_not_tell_apart_none_is_named() -> None:
-    """Of one tile P V is all of O; 'O's accumulator' was said."""
+def test_of_roundings_that_the_bits_do_not_tell_apart_none_is_named_alone() -> None:
+    """Of one tile P V is all of O; 'O's accumulator' was said, and then that no rounding makes it."""
     (o,) = judged(*made(("range_pv",), (1,), length=30))
-    assert o.site is None
+    assert o.site == "PV of a range (or O's accumulator) in BF16"
 
 
 def test_only_of_heads_that_have_the_bits() -> None:

@@ -16,6 +16,9 @@ from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantiz
 # BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
 _ARITHMETICS: tuple[Arithmetic, ...] = "exact", "fp32", "fp32-reciprocal", "fp32-inverse", "fp32-torch-inverse"
 
+UP_TO_TWO = " up to a power of two"
+"""Of a scale of floats: twice or half of it moves nothing but what underflows."""
+
 
 @dataclass(frozen=True)
 class LowBitFormat:
@@ -49,7 +52,8 @@ class LowBitFormat:
         """With a scale so many times as large."""
         assert self.amax is not None
         amax = factor * self.amax
-        return replace(self, amax=amax, scales=f"one scale, {amax / self.by.mapped:.5g}")
+        known = UP_TO_TWO if isinstance(self.by.parsed_elements, Rounding) else ""
+        return replace(self, amax=amax, scales=f"one scale, {amax / self.by.mapped:.5g}{known}")
 
     def of(self, x: Tensor) -> Tensor:
         """x [n, D] in it."""
@@ -63,8 +67,8 @@ def _unscaled(words: str, elements: str, scales: str) -> LowBitFormat:
 
 
 UNSCALED = {
-    "FP8 (E4M3)": _unscaled("FP8 (E4M3)", "e4m3", "scale 1"),
-    "FP8 (E5M2)": _unscaled("FP8 (E5M2)", "e5m2", "scale 1"),
+    "FP8 (E4M3)": _unscaled("FP8 (E4M3)", "e4m3", f"scale 1{UP_TO_TWO}"),
+    "FP8 (E5M2)": _unscaled("FP8 (E5M2)", "e5m2", f"scale 1{UP_TO_TWO}"),
     "BF16": _unscaled("BF16", "bf16", ""),
 }
 """Formats without scales, by their words; BF16 is one of what was given in FP16."""

@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.low_bit_formats import LowBitFormat, arithmetics_of, expected_square, formats_of
+from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_of, expected_square, formats_of
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
@@ -176,7 +176,16 @@ class _Search:
             return []
         alike = sorted((one for one in left if left[one] <= _SAME * least), key=left.__getitem__)
         formats = dict.fromkeys(one.format for one in alike)
-        return [told_apart([one for one in alike if one.format == fmt], sure=least <= noise) for fmt in formats]
+        told = [told_apart([one for one in alike if one.format == fmt], sure=least <= noise) for fmt in formats]
+        return [self._up_to_two(found, one, _SAME * least) for one in told]
+
+    def _up_to_two(self, found: Held, one: CastProbs, least: float) -> CastProbs:
+        """The cast, whose factor is not said to be it alone where twice or half of it leaves as little."""
+        if one.amax is None or not one.factor:
+            return one
+        others = (replace(one, amax=one.amax * by) for by in (0.5, 2.0))
+        alike = any(self.left({**found, PROBS: other}) <= least for other in others)
+        return replace(one, factor=one.factor + UP_TO_TWO) if alike else one
 
     def left(self, formats: Held) -> float:
         """The squared error that these leave, apart from factors of O and of the softmax scale."""

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.recipe_candidates import describe_schedule
+from attn_diag.head.recipe_candidates import TILES, describe_schedule
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
 from attn_diag.kernels.recipe import Order, Schedule
@@ -22,8 +22,8 @@ from attn_diag.reference import RowBlock
 
 _ALL_KEYS = Schedule(key_tile=2**20)
 _ORDERS: tuple[Order, ...] = "ascending", "descending"
-# Keys that a kernel takes at once; of all casts the first are tried, of the best one all.
-_FIRST_TILE, _TILES = 128, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256, 512)
+# Of all casts these keys at once are tried, of the best one all tiles.
+_FIRST_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def first_casts(keys: int) -> Iterator[CastProbs]:
 
 def in_other_ways(one: CastProbs, keys: int) -> Iterator[CastProbs]:
     """A cast in all orders that are tried, and with the other sum."""
-    schedules = [one.schedule] if one.schedule is None else [_ALL_KEYS, *_in_tiles(one, keys, _TILES)]
+    schedules = [one.schedule] if one.schedule is None else [_ALL_KEYS, *_in_tiles(one, keys, TILES)]
     for schedule, sums_cast in product(schedules, (False, True)):
         yield replace(one, schedule=schedule, sums_cast=sums_cast)
 

@@ -21,7 +21,9 @@ _LEFT_OUT = {
 _SITES = tuple(f.name for f in fields(Recipe) if f.init and f.name not in _LEFT_OUT)
 ALL_KEYS = 2**20
 """Of a tile that no row has more keys than."""
-_TILES = (16, 32, 64, 128, 256, 512)
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256, 512)
+"""Keys that kernels take at once, FlashAttention-3's 80 to 192 among them."""
+_FIRST_TILES = (16, 32, 64, 128, 256, 512)
 # (query block, key tile) of kernels that take the diagonal first; a smaller block than the tile changes nothing.
 _DIAGONAL = ((64, 64), (128, 64), (128, 128))
 _FIRST_SPLIT = 64
@@ -106,9 +108,12 @@ def mixtures(fmt: Format, head_dim: int) -> tuple[Recipe, ...]:
     return tuple(found)
 
 
-def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:
-    """Every schedule tried: tiles of 16 to 512 keys and all of them, either way; split keys; ``diagonal`` first."""
-    tiles = [t for t in _TILES if t < k_length]
+def schedules(k_length: int, *, diagonal: bool, every_tile: bool = False) -> list[Schedule]:
+    """Every schedule tried: tiles of 16 to 512 keys and all of them, either way; split keys; ``diagonal`` first.
+
+    ``every_tile``: of keys that are not split also tiles of no power of two.
+    """
+    tiles = [t for t in (TILES if every_tile else _FIRST_TILES) if t < k_length]
     found = [Schedule(key_tile=ALL_KEYS)]
     found += [Schedule(key_tile=t, order=order) for t in tiles for order in ("ascending", "descending")]
     if diagonal:
@@ -116,7 +121,7 @@ def schedules(k_length: int, *, diagonal: bool) -> list[Schedule]:
     split = _FIRST_SPLIT
     while split < k_length:
         found.append(Schedule(key_tile=split, split_keys=split))
-        for tile in (t for t in _TILES if 64 <= t < split):
+        for tile in (t for t in _FIRST_TILES if 64 <= t < split):
             found += [Schedule(128, tile, order, split) for order in ("ascending", "descending")]
         split *= 2
     return found

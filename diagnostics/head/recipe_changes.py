@@ -111,15 +111,29 @@ def rounded(site: str, fmt: Format) -> RecipeChange:
 
 @lru_cache(maxsize=64)  # asked for every head
 def coarse_words(*recipes: Recipe | None) -> str | None:
-    """What of its forward a recipe rounds that published kernels keep in fp32; of several, what all of them round.
+    """What of its forward a recipe rounds that published kernels keep in fp32; None where that is nothing.
 
-    None where that is nothing.
+    Of several what all of them round, and of what they round beside it, each something, one or the other: "row sum, PV
+    of a range (or O's accumulator) in BF16".
     """
+    every = [
+        {name: fmt for name, site in SITES.items() if r and site.short and parse(fmt := getattr(r, name)) is not None}
+        for r in recipes
+    ]
+    common = dict(set.intersection(*(set(one.items()) for one in every)))
+    left = [{name: fmt for name, fmt in one.items() if name not in common} for one in every]
+    # In a single tile P V and O's accumulator are the same number.
+    either = {name: fmt for one in left if len(one) == 1 for name, fmt in one.items()}
+    if len(set(either.values())) != 1 or not all(one.keys() & either for one in left):
+        either = {}
     of_format: dict[str, list[str]] = {}
     for name, site in SITES.items():
-        formats = {"fp32" if recipe is None or not site.short else getattr(recipe, name) for recipe in recipes}
-        if len(formats) == 1 and parse(fmt := formats.pop()) is not None:
-            of_format.setdefault(base(fmt).upper(), []).append(site.short)
+        if name in common:
+            of_format.setdefault(base(common[name]).upper(), []).append(site.short)
+    if either:
+        first, *others = (site.short for name, site in SITES.items() if name in either)
+        words = f"{first} (or {' or '.join(others)})"
+        of_format.setdefault(base(next(iter(either.values()))).upper(), []).append(words)
     return "; ".join(f"{', '.join(names)} in {fmt}" for fmt, names in of_format.items()) or None
 
 

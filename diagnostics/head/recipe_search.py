@@ -360,7 +360,7 @@ def _climbed(subject: SearchedHead, trials: list[Trial], rows: Tensor, found: Se
     That is their rounding sites, their schedule, or their exponential and row sum: of kernels that add up in 16 bits
     each shows only where the others are nearly right. Around the best all are tried that may have the same bits.
     """
-    every, best = schedules(len(subject.inputs.head.k), diagonal=False), -1.0
+    every, best = schedules(len(subject.inputs.head.k), diagonal=False, every_tile=True), -1.0
     while best < trials[0].match.agreement:
         best, known_already = trials[0].match.agreement, {t.recipe for t in trials}
         near = dict[Recipe, None]()

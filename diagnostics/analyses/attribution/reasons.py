@@ -30,7 +30,7 @@ def reasons(found: HeadAttribution, level: float) -> Iterator[str]:
         yield "No rounding changes anything here: there is no error to attribute."
         return
     if found.unfit:
-        yield f"{found.unfit} No cause is named: the shares are those of {found.recipe}."
+        yield f"{found.unfit} The shares name no cause: they are those of {found.recipe}."
         yield from _sizes(found)
         return
     yield from _misfit(found)
