@@ -208,7 +208,7 @@ def test_a_hunt_keeps_the_heads_of_a_kernel_that_has_numbers_of_its_own() -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_hunt_draws_inputs_with_the_stated_heads(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"causal": "top-left", "only": ["length"], "budget_s": 10.0, "device": "cpu"}
+    asked: dict[str, Any] = {"causal": "top-left", "only": ["length"], "budget_s": 3.0, "device": "cpu"}
     asked["alibi_slopes"] = SLOPES
     for name, cap in (("everything", 20.0), ("told", None)):
         found = attn_diag.hunt(f"stated_heads:{name}", sinks=torch.tensor(SINKS), softcap=cap, **asked)

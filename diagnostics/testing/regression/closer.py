@@ -55,7 +55,9 @@ def other_inputs(error: MisfitError, inputs: CaseInputs, stated: Stated) -> list
         "is asked with --alibi-slopes or --sinks"
     )
     others = "the suite has inputs of other lengths and head sizes too: --length, --head-dim"
-    return [others, of_heads] if stated.heads is None else [others]
+    # What a kernel asks itself of its inputs it says itself.
+    asked = isinstance(error.__cause__, ValueError | AssertionError)
+    return [others] if asked or stated.heads is not None else [others, of_heads]
 
 
 def of_other(
