@@ -16,8 +16,8 @@ from attn_diag.work import map_in_order
 _POOL, _BLOCK = 512, 64
 # Rows that see few keys, at least so many and one in so many; and the keys that each sees at least, if any does.
 _FEW_ROWS, _FEW_OF, _TELLING_KEYS = 24, 16, 64
-# Keys of the smallest tile that any recipe or loop is tried with.
-_TILE = 16
+# Keys of the smallest tile that any recipe or loop is tried with; so few rows that see no others would tell too little.
+_TILE, _LEAST = 16, 8
 
 
 def usable_rows(inputs: HeadInputs, observed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,12 @@ def seeing_few(head: HeadLike, rows: Tensor) -> Tensor:
 
 
 def in_one_tile(inputs: HeadInputs, observed: Tensor) -> Tensor:
-    """Usable rows that see two keys or more, none behind the first tile: all schedules are one there; int64 [R]."""
+    """Usable rows that see two keys or more, none behind the first tile: all schedules are one there; int64 [R].
+
+    Empty where they are few.
+    """
     spans = [inputs.head.visible_span(slice(row, row + 1)) for row in range(len(observed))]
     rows = [row for row, span in enumerate(spans) if span.stop <= _TILE and span.stop - span.start > 1]
     found = torch.tensor(rows[:_BLOCK], dtype=torch.int64, device=observed.device)
-    return usable_rows(inputs, observed, found)[0] if rows else found
+    usable = usable_rows(inputs, observed, found)[0] if rows else found
+    return usable if len(usable) >= _LEAST else usable[:0]

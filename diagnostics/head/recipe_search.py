@@ -299,7 +299,7 @@ def ruled_out(subject: SearchedHead, coarse_rows: Tensor) -> bool:
     These are rows that see one tile of any schedule, which tell most in the least time, or else ``coarse_rows``.
     """
     rows = in_one_tile(subject.inputs, subject.observed)
-    rows = rows if len(rows) >= _LATE_ROWS else coarse_rows
+    rows = rows if len(rows) else coarse_rows
     trials, _, _ = search(subject, rows, rows)
     return trials[0].match.agreement < 1 - 2 * MISSED_BY_SUMS[subject.fmt]
 
