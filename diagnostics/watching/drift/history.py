@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -20,13 +19,8 @@ from torch import Tensor
 
 from attn_diag.captures.validity import short
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
+from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, part, rounding_write, tensors
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *_FP8)
-# Complex numbers count as their parts: rotary embeddings pass through complex64 without a change of precision.
-_PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
-PRECISION = {dtype: dtype for dtype in _FLOATING} | _PARTS
 
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
 
@@ -46,7 +40,15 @@ class DtypeChange:
     """Autocast's dtype; None where it is off."""
     operands: tuple[TracedOperand, ...]
     source: SourceLine | None
+    written: TracedOperand | None = None
+    """The tensor that was written into; None: a new one was made."""
     count: int = 0
+    read: tuple[Part, ...] = ()
+    """What the last such call was given."""
+    read_at: int = 0
+    """How many operations there were before that call."""
+    states: dict[Part, tuple[ref[Tensor], int]] = field(default_factory=dict)
+    """Where such calls wrote what was made of what stood there: in which tensor, and after how many operations."""
     reaches_mixed: set[str] = field(default_factory=set)
     """Which of q, k and v it reaches in attention calls that mix dtypes."""
     reaches_alike: set[str] = field(default_factory=set)
@@ -135,6 +137,7 @@ class History:
         for x in given:
             if x is result:
                 # In place, or returned as it came: its dtype has the history it had.
+                self.note_written(func, args, kwargs, result)
                 return
             other = PRECISION.get(x.dtype)
             if other is not dtype:
@@ -155,8 +158,52 @@ class History:
             change = self._changes[key]
             if change is not None:
                 change.count += 1
+                change.read, change.read_at = tuple(map(part, given)), self.operations
                 previous, changes = None, change.alone
         table[id(result)] = Made(ref(result), dtype, func, code, instruction, previous, changes)
+
+    def note_written(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, into: Tensor
+    ) -> None:
+        """Record that a call wrote into a tensor that it was given, where that rounds wider values to its dtype."""
+        if (writing := rounding_write(func, args, kwargs, into)) is None:
+            return
+        frame = self.user_frame()
+        code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
+        key = ("written", func, id(code), instruction, into.dtype)
+        change = self._changes.get(key)
+        if change is None:
+            change = self._changes[key] = DtypeChange(
+                kind="cast",
+                func=func,
+                result=PRECISION[into.dtype],
+                regime=autocast_dtype(into.device.type),
+                operands=tuple(self._operand(x, frame) for x in writing.values if x.dtype in PRECISION),
+                source=None if frame is None else source_line(frame.f_code, frame.f_lasti),
+                written=self._operand(writing.holder, frame),
+            )
+        change.count += 1
+        # Of 16 bits and fewer: what float32 loses of float64 is no drift.
+        if into.dtype.itemsize <= 2 and (writing.updates or self._again(change, writing)):
+            change.kind = "narrowed"
+
+    def _again(self, change: DtypeChange, writing: Writing) -> bool:
+        """Whether what is written was made of what such a call wrote there before: a state, no cast.
+
+        A master weight in fp32 was made of its weight too, but before all that was written there.
+        """
+        origins = [origin for x in writing.values if (made := self.of(x)) is not None for origin in made.changes]
+        read_at = [self.operations for x in writing.values if part(x) == writing.part]
+        read_at += [origin.read_at for origin in origins if writing.part in origin.read]
+        if not read_at:
+            return False
+        written, at = change.states.get(writing.part, (None, 0))
+        change.states[writing.part] = ref(writing.holder), self.operations
+        return written is not None and written() is writing.holder and max(read_at) > at
+
+    def _operand(self, x: Tensor, frame: FrameType | None) -> TracedOperand:
+        shape = () if x.is_nested else tuple(x.shape)  # nested tensors have none, or one of symbols
+        return TracedOperand(name_of(x, frame), short(x.dtype), shape, self._line(x))
 
     def _change(
         self,
@@ -172,9 +219,7 @@ class History:
         kind = _kind_of_change(func, args, kwargs, floating, result, regime)
         if kind is None:
             return None
-        operands = tuple(
-            TracedOperand(name_of(x, frame), short(x.dtype), tuple(x.shape), self._line(x)) for x in floating
-        )
+        operands = tuple(self._operand(x, frame) for x in floating)
         source = None if frame is None else source_line(frame.f_code, frame.f_lasti)
         return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source)
 
@@ -201,17 +246,6 @@ class History:
 
 def _union(some: tuple[DtypeChange, ...], others: tuple[DtypeChange, ...]) -> tuple[DtypeChange, ...]:
     return (*some, *(change for change in others if change not in some))[:_MOST_CHANGES]
-
-
-def tensors(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
-    """The tensors among the arguments of a call, also in its lists."""
-    found = []
-    for x in chain(args, kwargs.values()) if kwargs else args:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (list, tuple)):
-            found += tensors(x, None)
-    return found
 
 
 def _kind_of_change(
