@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_diag.captures.validity import short
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
-from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, part, rounding_write, tensors
+from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, part, tensors, writing_of
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
@@ -27,6 +27,8 @@ _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat1
 _LONGEST_PATH = 64
 # A residual stream goes back to all of its additions; this many are kept.
 _MOST_CHANGES = 16
+# From a state back to itself: it is widened, meets other operands in 16 bits, and is cast.
+_MOST_CHANGES_AGO = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -43,12 +45,11 @@ class DtypeChange:
     written: TracedOperand | None = None
     """The tensor that was written into; None: a new one was made."""
     count: int = 0
-    read: tuple[Part, ...] = ()
-    """What the last such call was given."""
-    read_at: int = 0
-    """How many operations there were before that call."""
-    states: dict[Part, tuple[ref[Tensor], int]] = field(default_factory=dict)
-    """Where such calls wrote what was made of what stood there: in which tensor, and after how many operations."""
+    read: dict[Part, tuple[int, int]] = field(default_factory=dict)
+    """What the last such call was given, and what that was made of: after how many operations, how many changes ago."""
+    states: dict[Part, tuple[ref[Tensor], int, bool]] = field(default_factory=dict)
+    """Where such calls wrote what was made of what stood there: in which tensor, after how many operations, and whether
+    what they had written was read for it."""
     reaches_mixed: set[str] = field(default_factory=set)
     """Which of q, k and v it reaches in attention calls that mix dtypes."""
     reaches_alike: set[str] = field(default_factory=set)
@@ -116,7 +117,7 @@ class History:
     @property
     def changes(self) -> list[DtypeChange]:
         """All changes of dtype, in order of appearance."""
-        return [change for change in self._changes.values() if change is not None]
+        return [change for change in self._changes.values() if change is not None and change.count]
 
     def of(self, tensor: Tensor) -> Made | None:
         """How a tensor was made; None where that was not inside the trace."""
@@ -158,7 +159,7 @@ class History:
             change = self._changes[key]
             if change is not None:
                 change.count += 1
-                change.read, change.read_at = tuple(map(part, given)), self.operations
+                change.read = self._read(given) | dict.fromkeys(map(part, given), (self.operations, 0))
                 previous, changes = None, change.alone
         table[id(result)] = Made(ref(result), dtype, func, code, instruction, previous, changes)
 
@@ -166,40 +167,55 @@ class History:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, into: Tensor
     ) -> None:
         """Record that a call wrote into a tensor that it was given, where that rounds wider values to its dtype."""
-        if (writing := rounding_write(func, args, kwargs, into)) is None:
+        if (writing := writing_of(func, args, kwargs, into)) is None:
+            return
+        read_at, _ = self._read(writing.values).get(writing.part, (None, 0))
+        if writing.rounds and any(part(x) == writing.part for x in writing.values):
+            read_at = self.operations
+        if not writing.rounds and read_at is None:
             return
         frame = self.user_frame()
         code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
         key = ("written", func, id(code), instruction, into.dtype)
         change = self._changes.get(key)
         if change is None:
+            operands = tuple(self._operand(x, frame) for x in writing.values if x.dtype in PRECISION)
+            if not writing.rounds:  # a cast just before did
+                operands = next(c.operands for c in self._origins(writing.values) if writing.part in c.read)
             change = self._changes[key] = DtypeChange(
                 kind="cast",
                 func=func,
                 result=PRECISION[into.dtype],
                 regime=autocast_dtype(into.device.type),
-                operands=tuple(self._operand(x, frame) for x in writing.values if x.dtype in PRECISION),
+                operands=operands,
                 source=None if frame is None else source_line(frame.f_code, frame.f_lasti),
                 written=self._operand(writing.holder, frame),
             )
-        change.count += 1
+        again = 0 if read_at is None else self._again(change, writing, read_at)
+        # A cast just before is counted by itself, unless it is found to be of a state.
+        change.count += 1 if writing.rounds else again
         # Of 16 bits and fewer: what float32 loses of float64 is no drift.
-        if into.dtype.itemsize <= 2 and (writing.updates or self._again(change, writing)):
+        if into.dtype.itemsize <= 2 and (writing.updates or again):
             change.kind = "narrowed"
 
-    def _again(self, change: DtypeChange, writing: Writing) -> bool:
-        """Whether what is written was made of what such a call wrote there before: a state, no cast.
+    def _again(self, change: DtypeChange, writing: Writing, read_at: int) -> int:
+        """How many such calls are found to have updated a state: 0 of the first, which may be a cast, and then 2.
 
-        A master weight in fp32 was made of its weight too, but before all that was written there.
+        What is written was made of what such a call wrote there before. A master weight in fp32 was made of its weight
+        too, but before all that was written there.
         """
-        origins = [origin for x in writing.values if (made := self.of(x)) is not None for origin in made.changes]
-        read_at = [self.operations for x in writing.values if part(x) == writing.part]
-        read_at += [origin.read_at for origin in origins if writing.part in origin.read]
-        if not read_at:
-            return False
-        written, at = change.states.get(writing.part, (None, 0))
-        change.states[writing.part] = ref(writing.holder), self.operations
-        return written is not None and written() is writing.holder and max(read_at) > at
+        written, at, known = change.states.get(writing.part, (None, 0, False))
+        again = written is not None and written() is writing.holder and read_at > at
+        change.states[writing.part] = ref(writing.holder), self.operations, again
+        return again + (again and not known)
+
+    def _origins(self, given: Iterable[Tensor]) -> list[DtypeChange]:
+        return [change for x in given if (made := self.of(x)) is not None for change in made.changes]
+
+    def _read(self, given: Iterable[Tensor]) -> dict[Part, tuple[int, int]]:
+        """What tensors were made of by the last changes of dtype, and when that was read."""
+        origins = self._origins(given)
+        return {x: (at, n + 1) for c in origins for x, (at, n) in c.read.items() if n < _MOST_CHANGES_AGO}
 
     def _operand(self, x: Tensor, frame: FrameType | None) -> TracedOperand:
         shape = () if x.is_nested else tuple(x.shape)  # nested tensors have none, or one of symbols

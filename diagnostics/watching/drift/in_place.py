@@ -29,7 +29,7 @@ Part = tuple[int, int, torch.Size]
 
 @dataclass(frozen=True)
 class Writing:
-    """A call that rounds wider values to the dtype of a tensor that it writes into."""
+    """A call that writes into a tensor that it was given."""
 
     values: tuple[Tensor, ...]
     """What it was given beside that tensor, without numbers."""
@@ -37,28 +37,31 @@ class Writing:
     """The tensor whose memory is written."""
     part: Part
     """What of it."""
+    rounds: bool
+    """Whether some of the values are wider than that tensor."""
     updates: bool
     """Whether it goes on from what was there."""
 
 
-def rounding_write(
+def writing_of(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, into: Tensor
 ) -> Writing | None:
-    """What a call that returned ``into``, or nothing, wrote into it; None where that rounded nothing."""
+    """What a call that returned ``into``, or nothing, wrote into it; None where nothing is known to be written."""
     name = str(getattr(func, "__name__", "")).partition(".")[0]
     out = kwargs is not None and kwargs.get("out") is into
     if not out and name not in _UPDATES and name not in _COPIES:
         return None
     # A 0-dimensional tensor is a number, as in a promotion.
     values = [x for x in tensors(args, kwargs) if x is not into and (x.ndim or not into.ndim)]
-    if not any(_rounds(x.dtype, into.dtype) for x in values):
+    rounds = any(_rounds(x.dtype, into.dtype) for x in values)
+    if not values or (name in _UPDATES and not rounds):
         return None
     written = into
     if name == "__setitem__" and not tensors(args[1:2], None):
         with torch._C.DisableTorchFunction():
             written = into[args[1]]
     updates = name in _UPDATES or (out and any(x is into for x in args))
-    return Writing(tuple(values), holder(into), part(written), updates)
+    return Writing(tuple(values), holder(into), part(written), rounds, updates)
 
 
 def holder(x: Tensor) -> Tensor:
