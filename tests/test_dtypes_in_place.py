@@ -194,6 +194,15 @@ def test_a_cache_in_16_bits_that_is_given_16_bits_is_nothing(write: Callable[[Te
     assert [e.operation for e in found.by_design] == ["Tensor.to"]
 
 
+def test_weights_that_are_quantised_in_place_are_not_said_to_be_rounded_from_wider_ones() -> None:
+    with trace_dtypes() as trace:
+        w = torch.ones(4, 4, dtype=BF16)
+        for _ in range(3):
+            w.copy_(w.to(torch.float8_e4m3fn).to(BF16))
+    assert trace.findings == ()
+    assert [e.operation for e in trace.result().by_design] == ["Tensor.to", "Tensor.to"]
+
+
 def test_float64_into_float32_is_no_finding() -> None:
     with trace_dtypes() as trace:
         total = torch.zeros(4)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_diag.captures.validity import short
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
-from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, part, tensors, writing_of
+from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, is_rounded, part, tensors, writing_of
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
 
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
@@ -44,6 +44,8 @@ class DtypeChange:
     source: SourceLine | None
     written: TracedOperand | None = None
     """The tensor that was written into; None: a new one was made."""
+    rounds: bool = False
+    """Whether some operand was wider than the result."""
     count: int = 0
     read: dict[Part, tuple[int, int]] = field(default_factory=dict)
     """What the last such call was given, and what that was made of: after how many operations, how many changes ago."""
@@ -172,7 +174,9 @@ class History:
         read_at, _ = self._read(writing.values).get(writing.part, (None, 0))
         if writing.rounds and any(part(x) == writing.part for x in writing.values):
             read_at = self.operations
-        if not writing.rounds and read_at is None:
+        origins = self._origins(writing.values)
+        cast = next((c for c in origins if c.rounds and writing.part in c.read), None)  # just before
+        if not writing.rounds and (cast is None or read_at is None):
             return
         frame = self.user_frame()
         code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
@@ -180,8 +184,8 @@ class History:
         change = self._changes.get(key)
         if change is None:
             operands = tuple(self._operand(x, frame) for x in writing.values if x.dtype in PRECISION)
-            if not writing.rounds:  # a cast just before did
-                operands = next(c.operands for c in self._origins(writing.values) if writing.part in c.read)
+            if not writing.rounds and cast is not None:
+                operands = cast.operands
             change = self._changes[key] = DtypeChange(
                 kind="cast",
                 func=func,
@@ -192,7 +196,7 @@ class History:
                 written=self._operand(writing.holder, frame),
             )
         again = 0 if read_at is None else self._again(change, writing, read_at)
-        # A cast just before is counted by itself, unless it is found to be of a state.
+        # A cast just before counts by itself, unless it is found to be of a state.
         change.count += 1 if writing.rounds else again
         # Of 16 bits and fewer: what float32 loses of float64 is no drift.
         if into.dtype.itemsize <= 2 and (writing.updates or again):
@@ -237,7 +241,8 @@ class History:
             return None
         operands = tuple(self._operand(x, frame) for x in floating)
         source = None if frame is None else source_line(frame.f_code, frame.f_lasti)
-        return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source)
+        rounds = any(is_rounded(x.dtype, result.dtype) for x in floating)
+        return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source, rounds=rounds)
 
     def _line(self, tensor: Tensor) -> SourceLine | None:
         made = self.of(tensor)

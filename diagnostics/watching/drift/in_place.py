@@ -53,7 +53,7 @@ def writing_of(
         return None
     # A 0-dimensional tensor is a number, as in a promotion.
     values = [x for x in tensors(args, kwargs) if x is not into and (x.ndim or not into.ndim)]
-    rounds = any(_rounds(x.dtype, into.dtype) for x in values)
+    rounds = any(is_rounded(x.dtype, into.dtype) for x in values)
     if not values or (name in _UPDATES and not rounds):
         return None
     written = into
@@ -89,7 +89,7 @@ def tensors(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tenso
     return found
 
 
-def _rounds(given: torch.dtype, into: torch.dtype) -> bool:
+def is_rounded(given: torch.dtype, into: torch.dtype) -> bool:
     """Whether a dtype has values that another cannot hold."""
     wide, narrow = PRECISION.get(given), PRECISION.get(into)
     return wide is not None and narrow is not None and wide is not narrow and wide.itemsize >= narrow.itemsize
