@@ -142,7 +142,7 @@ def straight_through(
         if right and lost.double().mean() >= _MOST and kept[rest].double().mean() >= _MOST:
             at_ends, inside = f"in {_ENDS} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1", rest
     turned = _turned(w, given, gradient, inside, by)
-    lost = _lost(w, given, gradient, inside, found.values)
+    not_reached = _lost(w, given, gradient, inside, found.values)
     one_side = _one_side(given, clipped, w) if inner_right else None
     return StraightThrough(
         rows=len(x),
@@ -154,7 +154,7 @@ def straight_through(
         clipped=of_clipped,
         clipped_gain=float(moved[clipped].sum()) / own if own else None,
         draws=DRAWS,
-        apart=_lines_apart(given, gradient, inside, by) or at_ends or one_side or turned or lost,
+        apart=_lines_apart(given, gradient, inside, by) or at_ends or one_side or turned or not_reached,
         off=math.sqrt(_part((given - gradient).square() * inside, gradient.square() * inside)),
     )
 
