@@ -57,7 +57,10 @@ def _first(found: DtypeDrift) -> Iterator[RenderableType]:
     """Whether q, k and v have one dtype, and autocast's; where not, the first place and what to do."""
     worst = found.calls[0] if found.calls else None
     told = [] if found.error is None else [f"The script ended early: {found.error}"]
+    rounding = ""
     if found.rounded:
+        places = plural(len(found.rounded), "place")
+        rounding = f"; {places} {'rounds' if len(found.rounded) == 1 else 'round'} in place"
         names = ", ".join(dict.fromkeys(f"{_into(e)} at {_where(e.source)}" for e in found.rounded[:_MOST_NAMED]))
         more = (
             f" and at {plural(len(found.rounded) - _MOST_NAMED, 'more place')}"
@@ -68,11 +71,13 @@ def _first(found: DtypeDrift) -> Iterator[RenderableType]:
     if worst is None:
         calls = plural(found.attention_calls, "attention call")
         if not found.attention_calls:
-            yield from lead("NOTHING", f"{found.source}: no attention call was seen", told, style="bold yellow")
+            yield from lead(
+                "NOTHING", f"{found.source}: no attention call was seen{rounding}", told, style="bold yellow"
+            )
             return
         others = sum(e.severity == "elsewhere" and e.written is None for e in found.findings)
         also = f"; {plural(others, 'place')} elsewhere {'drifts' if others == 1 else 'drift'}" if others else ""
-        yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}", told)
+        yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}{rounding}", told)
         return
     place = f"({', '.join(f'{name} {dtype}' for name, dtype in worst.dtypes.items())} at {_where(worst.source)})"
     key = worst.settled or bool(worst.differing)

@@ -79,6 +79,7 @@ def test_a_state_that_is_updated_in_place(case: str) -> None:
     assert f"float32 values in place {count} times: each result is rounded to bfloat16." in found.summary[0]
     report = found.report(200)
     assert "Rounded in place" in report
+    assert report.splitlines()[0] == "NOTHING the traced block: no attention call was seen; 1 place rounds in place"
     assert "Wider values are rounded in place into" in report.splitlines()[1]
     assert DtypeDrift.from_json(found.to_json()) == found
 
@@ -98,6 +99,20 @@ def test_attributes_and_parts_of_several_lines_are_named() -> None:
         for _ in range(3):
             cell(torch.randn(3, 4))
     assert [(some(e.written).name, e.operation, e.count) for e in trace.findings] == [("self.state", "Tensor.add_", 3)]
+
+
+def test_a_line_that_casts_one_tensor_and_updates_another() -> None:
+    def store(into: Tensor, x: Tensor) -> None:
+        into.copy_(x)
+
+    with trace_dtypes() as trace:
+        output, state = torch.zeros(4, dtype=BF16), torch.zeros(4, dtype=BF16)
+        for _ in range(3):
+            store(output, torch.ones(4))
+            store(state, state * torch.full((4,), 0.9) + 1)
+    (event,) = trace.result().rounded
+    (cast,) = [e for e in trace.result().by_design if e.written]
+    assert (event.count, cast.count) == (3, 3)
 
 
 # What is a cast: counted among those that the code asks for, as with .to(bfloat16).

@@ -179,28 +179,43 @@ class History:
         if not writing.rounds and (cast is None or read_at is None):
             return
         frame = self.user_frame()
+        operands = writing.values if writing.rounds or cast is None else cast.operands
+        # Of 16 bits and fewer: what float32 loses of float64 is no drift.
+        narrow = into.dtype.itemsize <= 2
+        if writing.updates and narrow:
+            self._change_written("narrowed", func, writing, into, operands, frame).count += 1
+            return
+        copies = self._change_written("cast", func, writing, into, operands, frame)
+        again = 0 if read_at is None else self._again(copies, writing, read_at)
+        if again and narrow:
+            self._change_written("narrowed", func, writing, into, operands, frame).count += again
+            copies.count -= writing.rounds and again > 1  # the first one was no cast either
+        else:
+            copies.count += writing.rounds  # a cast just before counts by itself
+
+    def _change_written(
+        self, kind: Kind, func: Callable[..., Any], writing: Writing, into: Tensor,
+        operands: tuple[Tensor | TracedOperand, ...], frame: FrameType | None,
+    ) -> DtypeChange:  # fmt: skip
+        """The record of such calls at this place, of which some may be casts and others the updates of a state."""
         code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
-        key = ("written", func, id(code), instruction, into.dtype)
+        key = ("written", kind, func, id(code), instruction, into.dtype)
         change = self._changes.get(key)
         if change is None:
-            operands = tuple(self._operand(x, frame) for x in writing.values if x.dtype in PRECISION)
-            if not writing.rounds and cast is not None:
-                operands = cast.operands
             change = self._changes[key] = DtypeChange(
-                kind="cast",
+                kind=kind,
                 func=func,
                 result=PRECISION[into.dtype],
                 regime=autocast_dtype(into.device.type),
-                operands=operands,
+                operands=tuple(
+                    x if isinstance(x, TracedOperand) else self._operand(x, frame)
+                    for x in operands
+                    if isinstance(x, TracedOperand) or x.dtype in PRECISION
+                ),
                 source=None if frame is None else source_line(frame.f_code, frame.f_lasti),
                 written=self._operand(writing.holder, frame),
             )
-        again = 0 if read_at is None else self._again(change, writing, read_at)
-        # A cast just before counts by itself, unless it is found to be of a state.
-        change.count += 1 if writing.rounds else again
-        # Of 16 bits and fewer: what float32 loses of float64 is no drift.
-        if into.dtype.itemsize <= 2 and (writing.updates or again):
-            change.kind = "narrowed"
+        return change
 
     def _again(self, change: DtypeChange, writing: Writing, read_at: int) -> int:
         """How many such calls are found to have updated a state: 0 of the first, which may be a cast, and then 2.
