@@ -11,8 +11,8 @@ from attn_diag.reports.following import next_of
 from attn_diag.reports.head_labels import LETTERS, NAMES
 from attn_diag.reports.opening import next_command, of_observations, opening
 from attn_diag.results.diagnosis import Diagnosis
+from attn_diag.results.finding_places import step_of
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
-from attn_diag.results.grouping import step_of
 from attn_diag.results.wording import head_name
 
 # Bars of a card: further steps are joined, the last of each group is shown.

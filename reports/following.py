@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.quality import CAST_TO, HELD_IN
+from attn_diag.results.quality import PROBS
 from attn_diag.results.wording import source_argument
 
 # What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
@@ -41,12 +41,11 @@ def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
 
 def _below_16_bits(finding: SharedFinding) -> str | None:
     """What to do where it is known what was rounded below 16 bits, of which no command tells more; None: it is not."""
-    said = finding.pattern or ""
-    if CAST_TO in said:
+    if not finding.formats:
+        return None
+    if PROBS in finding.formats:
         return "where 8 bits are meant, inspect it as the kernel that it is: --declared fa3-fp8, sage2, …"
-    if HELD_IN in said:
-        return "inspect it again with q, k and v as the kernel multiplies them, code times scale."
-    return None
+    return "inspect it again with q, k and v as the kernel multiplies them, code times scale."
 
 
 def fitting(finding: SharedFinding) -> list[str]:
