@@ -13,7 +13,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import LOSSY, MASK_UNSEEN, PROBS, Quantity
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -300,7 +300,8 @@ def fault(finding: SharedFinding) -> str:
     whose = "the kernel's fault" if finding.captured else "the fault of these roundings"
     if finding.formats.keys() - {PROBS}:
         some = f" in {finding.alike} of them" if finding.alike != finding.heads else ""
-        whose = f"the fault of a kernel or cache below 16 bits{some}"
+        what = "kernel or cache" if finding.formats.keys() & set(OPERANDS) else "last cast"
+        whose = f"the fault of a {what} below 16 bits{some}"
     return f"{whose}, or chance" if _may_be_chance(finding) else whose
 
 

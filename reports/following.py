@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.quality import PROBS
+from attn_diag.results.quality import OPERANDS, PROBS
 from attn_diag.results.wording import source_argument
 
 # What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
@@ -45,6 +45,8 @@ def _below_16_bits(finding: SharedFinding) -> str | None:
         return None
     if PROBS in finding.formats:
         return "where 8 bits are meant, inspect it as the kernel that it is: --declared fa3-fp8, sage2, …"
+    if not finding.formats.keys() & set(OPERANDS):
+        return "capture it before the cast below 16 bits, and inspect that."
     return "inspect it again with q, k and v as the kernel multiplies them, code times scale."
 
 

@@ -13,7 +13,7 @@ from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reports.finding_words import fault, otherwise, sure
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.heads import Verdict
+from attn_diag.results.estimates import Verdict
 
 T, D = 256, 64
 HIDDEN = torch.ones(T, T, dtype=torch.bool).triu(1)

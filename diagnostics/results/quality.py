@@ -16,11 +16,11 @@ LOSSY, AS_GOOD = 1.25, 1.1
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
-PROBS = "p"
-"""P_bar among the operands of ``Pattern.formats``."""
-SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands")
+OPERANDS, PROBS = ("q", "k", "v"), "p"
+"""Names in ``Pattern.formats``; p: P_bar."""
+SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored")
 """Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q,
-k, v or P_bar in a format below 16 bits."""
+k, v, P_bar or the result itself in a format below 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Pattern:
     features: tuple[tuple[int, int], ...] = ()
     """Likewise the features, where it is in some alone."""
     formats: dict[str, str] = field(default_factory=dict)
-    """Operands (q, k, v; p: P_bar) that lost their bits in a format below 16, and which; empty: it is something
-    else."""
+    """What lost its bits in a format below 16 (q, k, v; p: P_bar; or the quantity itself), and which format; empty: it
+    is something else."""
 
     @property
     def of_few_bits(self) -> bool:

@@ -292,6 +292,6 @@ def _pattern_words(capture: Capture, device: torch.device) -> str:
     observations = inspect_captures([capture], device=device.type).captures[0].observations
     of_o = (v for one in observations for head in one.heads for v in head.quantities if v.quantity == "o")
     for verdict in of_o:
-        if verdict.patterns and (verdict.answer == "wrong" or verdict.patterns[0].kind == "operands"):
+        if verdict.patterns and (verdict.answer == "wrong" or verdict.patterns[0].formats):
             return f"returns an O of which {verdict.patterns[0].words}"
     return _UNEXPLAINED

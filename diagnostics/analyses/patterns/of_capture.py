@@ -19,6 +19,7 @@ from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.of_operands import HeldOperands
 from attn_diag.analyses.patterns.of_samples import made_by_rounding, rows_outlying, rows_unlike, squared_size
+from attn_diag.analyses.patterns.of_stored import stored_below
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -111,6 +112,10 @@ class CapturePatterns:
         rounded = coarse and all(map(made_by_rounding, found))
         output = verdict.quantity in _OUTPUTS
         low_bit = verdict.declared is None and (output or verdict.quantity == "lse")
+        if verdict.declared is None and verdict.quantity in _OUTPUTS and math.isfinite(size):
+            stored = stored_below(evidence)
+            if stored is not None:
+                return with_patterns(verdict, [stored])
         known = self._held.known(observation, evidence, math.sqrt(size)) if coarse and low_bit else None
         patterns = [known] if known else [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in rows_unlike(one)]
@@ -149,11 +154,14 @@ class CapturePatterns:
         return with_patterns(verdict, patterns, where)
 
     def held(self, observation: str, part: HeadMeasurement) -> bool:
-        """Whether the O of a head is that of q, k or v that were held below 16 bits."""
+        """Whether the O of a head was stored below 16 bits, or is that of q, k or v that were held there."""
         where, o = (observation, part.batch, part.head), part.quality["o"]
         lossy = QuantityVerdict("o", "lossy", "")
         evidence = partial(self._evidence, *where, lossy, (), (), None)
-        return o.declared == "" and self._held.pattern(*where, evidence, "o", math.sqrt(squared_size(o))) is not None
+        if o.declared != "":
+            return False
+        size = math.sqrt(squared_size(o))
+        return stored_below(evidence()) is not None or self._held.pattern(*where, evidence, "o", size) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""

@@ -49,7 +49,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         patterns = (first, *patterns[1:])
     if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", *SHARED_ERRORS):
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
-    if first.kind == "operands":
+    if first.formats:
         words = verdict.words.partition(", which no rounding ")[0]
         return replace(verdict, words=f"{words}: {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
