@@ -331,8 +331,9 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "wrong" and finding.formats:
         return f"certain: {fault(finding)}, not the inputs'."
     if finding.label == "wrong":
-        bits = " to 8 bits" if finding.cause is None or finding.cause.of_few_bits else ""
-        return f"certain: no rounding{bits} does that; kernel at fault, or capture damaged."
+        if finding.of_few_bits:
+            return "certain: 8 bits in all rows make less; kernel or capture is at fault."
+        return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."
     if finding.label == "biased" and finding.p_adjusted is not None:

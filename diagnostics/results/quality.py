@@ -103,10 +103,14 @@ class QuantityVerdict:
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
 
 
-def no_rounding(unit: str, patterns: Sequence[Pattern]) -> str:
-    """What is said behind how far off a wrong quantity is, of ``unit`` rows or keys, which shows these patterns."""
-    few_bits = not patterns or patterns[0].of_few_bits
-    return f"which no rounding{f' to 8 bits in all {unit}' if few_bits else ''} makes"
+def no_rounding(patterns: Sequence[Pattern]) -> str:
+    """What is said behind how far off a wrong quantity is that shows these patterns.
+
+    Fewer bits than 8 make as much in all rows, and 8 in some rows alone.
+    """
+    if patterns and not patterns[0].of_few_bits:
+        return ", which no rounding makes"
+    return ", which no 8-bit rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
 
 
 # How a verdict's words end where rows that see no key hold something.

@@ -35,7 +35,7 @@ _EXPLAINED = 0.5
 
 
 @dataclass(frozen=True)
-class Grid:
+class StoredNumbers:
     """Which numbers a format has."""
 
     format: str
@@ -72,7 +72,7 @@ def stored_below(evidence: Evidence) -> Pattern | None:
     return Pattern("stored", words, explained, left, formats={evidence.quantity: grid.format})
 
 
-def _grids(x: Tensor, precision: int) -> Iterator[Grid]:
+def _grids(x: Tensor, precision: int) -> Iterator[StoredNumbers]:
     """Formats of which all numbers [n, D] of 16 bits, with ``precision`` bits of significand, are codes."""
     groups = [("a scale for the head", x.reshape(1, -1)), ("a scale for each row", x)]
     if x.shape[1] % _BLOCK == 0:
@@ -84,16 +84,16 @@ def _grids(x: Tensor, precision: int) -> Iterator[Grid]:
             step, exact = found
             how = f"{name[:-1]}, {_UP_TO_TWO if exact else scale})"
             bits_words = "1 bit" if bits == 1 else f"{bits} bits"
-            yield Grid(name, f"with {bits_words} of mantissa, as in {how}", step.reshape(x.shape))
+            yield StoredNumbers(name, f"with {bits_words} of mantissa, as in {how}", step.reshape(x.shape))
     yield from _integers(x, groups, precision, *_INT8)
 
 
 def _integers(
     x: Tensor, groups: Sequence[tuple[str, Tensor]], precision: int, name: str, largest: int
-) -> Iterator[Grid]:
+) -> Iterator[StoredNumbers]:
     for scale, group in groups:
         if (step := _integer_step(group, precision, largest)) is not None:
-            yield Grid(name, f"in {name} ({scale})", step.expand(group.shape).reshape(x.shape))
+            yield StoredNumbers(name, f"in {name} ({scale})", step.expand(group.shape).reshape(x.shape))
 
 
 def _float_step(groups: Tensor, bits: int, precision: int) -> tuple[Tensor, bool] | None:
