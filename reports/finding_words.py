@@ -78,6 +78,8 @@ def brief(finding: SharedFinding, observations: str = "", *, following: str = ""
         crowded: Whether there are three findings or more: rows and patterns are then left to the details.
     """
     said = _in_short(finding, crowded=crowded)
+    if others := sum(other.heads for other in finding.otherwise):
+        said += f"; {plural(others, 'other head')} otherwise"
     said = f"In{observations.removeprefix(' in')}: {said}" if observations else said
     told = [said, since(finding), _surely(finding), _effect(finding)]
     whole = f"{said}. Next: {following}" if following else f"{'. '.join(told)}."
