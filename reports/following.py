@@ -34,9 +34,20 @@ _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
     """The line."""
+    if finding.cause is not None and finding.cause.kernel is not None:
+        return _declared(diagnosis, finding, finding.cause.kernel)
     if (todo := _below_16_bits(finding)) is not None:
         return Line("Next", todo)
     return Line("Next", command(diagnosis, finding), command=True, purpose=_purpose(diagnosis, finding))
+
+
+def _declared(diagnosis: Diagnosis, finding: SharedFinding, kernel: str) -> Line:
+    """To hold it against the kernel below 16 bits that it is."""
+    purpose = f"if it is meant to be {kernel}, hold it against that"
+    if (arguments := _arguments(diagnosis, finding)) is None:
+        return Line("Next", f'{purpose}: inspect it with declared="{kernel}".')
+    said = " ".join(["attn-diag inspect", *arguments, "--declared", kernel])
+    return Line("Next", said, command=True, purpose=purpose)
 
 
 def _below_16_bits(finding: SharedFinding) -> str | None:

@@ -175,12 +175,18 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
 
 def has_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> bool:
     """Whether a head's O has a recipe's bits, in as many elements of a few rows as the right one has; on the CPU."""
+    return equal_bits(recipe, capture, observation, batch, head) is not None
+
+
+def equal_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> float | None:
+    """The part of the elements of a few rows of O that have a recipe's bits; None: fewer than of the right one."""
     device = torch.device("cpu")
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
-        return False
+        return None
     (trial,) = subject.run([recipe], compared_rows(*capture.lengths(batch), device))
-    return trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe)
+    found = trial.match.agreement
+    return found if found >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe) else None
 
 
 def compared_rows(q_length: int, k_length: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ UNSEEN_DROPOUT = "unseen dropout"
 MASK_UNSEEN = "whose mask was not captured"
 OPERANDS, PROBS = ("q", "k", "v"), "p"
 """Names in ``Pattern.formats``; p: P_bar."""
-SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored")
+SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored", "kernel")
 """Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q,
 k, v, P_bar or the result itself in a format below 16 bits."""
 
@@ -42,6 +42,9 @@ class Pattern:
     formats: dict[str, str] = field(default_factory=dict)
     """What lost its bits in a format below 16 (q, k, v; p: P_bar; or the quantity itself), and which format; empty: it
     is something else."""
+
+    kernel: str | None = None
+    """The published kernel below 16 bits that O has the bits of, though it was not declared; null: none."""
 
     @property
     def of_few_bits(self) -> bool:

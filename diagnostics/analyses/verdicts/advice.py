@@ -98,7 +98,10 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     if known in LOW_BITS and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
         return known
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
-        return SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1) + _OR_FEWER_BITS
+        return (
+            SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
+            + _OR_FEWER_BITS
+        )
     return SUGGESTIONS["wrong"]
 
 
