@@ -9,7 +9,7 @@ import torch
 from command_line import Run
 from torch import Tensor
 
-from attn_diag import inspect
+from attn_diag import check, inspect, probe
 from attn_diag.captures.capture import Capture
 from attn_diag.kernels import emulate_head, preset
 from attn_diag.reference import AttentionHead, Masking
@@ -96,3 +96,23 @@ def test_the_next_command_judges_it_so(tmp_path: Path, run: Run) -> None:
     ]  # fmt: skip
     declared = run(*following.split("attn-diag ")[1].split(), "--causal", "none")
     assert declared.out.startswith("PASS")
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SageAttention 3, [B, H, T, D]."""
+    recipe = preset("sage3", "bf16", q.shape[-1])
+    heads = [
+        AttentionHead(q_, k_, v_, None, q.shape[-1] ** -0.5, Masking("none"))
+        for q_, k_, v_ in zip(*(t.double().flatten(0, 1) for t in (q, k, v)), strict=True)
+    ]
+    return torch.stack([emulate_head(recipe, head).o for head in heads]).reshape(q.shape).to(q.dtype)
+
+
+def test_check_and_probe_say_how_to_declare_it() -> None:
+    """It was "off softmax(scale Q K^T) V, which no rounding explains"."""
+    checked, probed = check(kernel), probe(kernel, shape=(1, 1, 128, 64))
+    for found in (checked, probed):
+        text = " ".join(found.report().split())
+        assert "it has the bits of sage3, a kernel below 16 bits" in text
+        assert "Next: attn_diag.check(fn, declared='sage3'" in text
+        assert "no rounding" not in text

@@ -166,7 +166,18 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
         truth = reference_rows(replace(subject.inputs.head, do=None), rows).out
         rounded = round_nearest_even(truth, format_of(subject.observed.dtype))
         nearest = min(nearest, _distance(rounded, subject.observed[rows]))
-    narrow, _ = search.low_bit_trials(subject, rows, scores_alone=nearest < _NEAR)
+    return _below_16_bits(subject, rows, scores_alone=nearest < _NEAR)
+
+
+def recognise_low_bit(capture: Capture, observation: str, batch: int, head: int) -> Recognised | None:
+    """The published kernel below 16 bits whose bits a head's O has, in a few rows; None: it has none's; on the CPU."""
+    device = torch.device("cpu")
+    subject = search.read_subject(capture, observation, batch, head, device)
+    return None if subject is None else _below_16_bits(subject, compared_rows(*capture.lengths(batch), device))
+
+
+def _below_16_bits(subject: search.SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> Recognised | None:
+    narrow, _ = search.low_bit_trials(subject, rows, scores_alone=scores_alone)
     for trial in narrow[:1]:
         if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
             return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)

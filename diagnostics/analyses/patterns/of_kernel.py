@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.captures.capture import Capture
-from attn_diag.head.baseline import Recognised, equal_bits
+from attn_diag.head.baseline import Recognised, equal_bits, recognise_low_bit
 from attn_diag.head.declared import is_undeclared
 from attn_diag.head.quality import AS_GOOD
 from attn_diag.kernels import Recipe, emulate_head
@@ -24,11 +24,12 @@ _EXPLAINED = 0.5
 
 
 class UndeclaredKernels:
-    """Which heads of a capture have the bits of the kernel that the first one has."""
+    """Which heads of a capture have the bits of the kernel that the first one has, or the first that is asked about."""
 
     def __init__(self, capture: Capture, recognised: Mapping[str, Recognised]) -> None:
-        """``recognised``: by observation, what its first head shows."""
+        """``recognised``: by observation, what its first head shows, or is said to be."""
         self._capture, self._recognised = capture, recognised
+        self._asked = dict[str, Recognised | None]()
         self._bits = dict[tuple[str, int, int], float | None]()
         self._made = dict[tuple[str, int, int], dict[str, Tensor]]()
 
@@ -39,10 +40,14 @@ class UndeclaredKernels:
             observation, batch, head: Whose.
             evidence: A quantity that is lossy or wrong.
         """
-        found, key = self._recognised.get(observation), (observation, batch, head)
+        where, key = (self._capture, observation, batch, head), (observation, batch, head)
+        found = self._recognised.get(observation)
+        if found is None or found.agreement is None:
+            if observation not in self._asked and evidence.quantity == "o" and self._capture.metadata.declared is None:
+                self._asked[observation] = recognise_low_bit(*where)
+            found = self._asked.get(observation)
         if found is None or not is_undeclared(self._capture, found):
             return None
-        where = self._capture, observation, batch, head
         formats = formats_of(found.recipe)
         if not formats.keys() & {"q", PROBS}:
             return None  # of a cache more is told by what k and v were held in
