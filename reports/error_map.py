@@ -17,7 +17,7 @@ from attn_diag.reports.head_map import log_levels
 from attn_diag.results.attribution import HeadAttribution
 from attn_diag.results.attributions import MOST, ErrorMap, HeadError, Placed, entry_of, error_maps
 from attn_diag.results.diagnosis import Diagnosis
-from attn_diag.results.grouping import step_of
+from attn_diag.results.finding_places import step_of
 from attn_diag.results.wording import DASH, SYMBOLS, file_name, head_names, listed, percent, plural, ranges
 
 # A site with a smaller share of its head's error does not make it alone, nor a head that of all.

@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attn_diag.reports.onset import NAMES, grows, since, when
 from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import HELD_IN, LOSSY, MASK_UNSEEN, Quantity
-from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, times, together, yardstick
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, Quantity
+from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
-NAMES: dict[Kind, str] = {
-    "nonfinite": "NaN or Inf", "wrong": "wrong", "unjudged": "mask or scale not as stated", "lossy": "lossy",
-    "biased": "biased", "ill_conditioned": "ill-conditioned", "undecided": "undecided",
-}  # fmt: skip
-"""What the findings of a label are called."""
 # Of dW_Q in the worst head: training runs that blew up had 11 to 42 % 100 to 200 steps before (benchmarks/failing_run).
 _LITTLE, _LARGE = 0.01, 0.1
 # Lossy is what has its whole 95 % interval above ``LOSSY``; of these the factor itself, which is that of the dQ that
@@ -28,6 +24,8 @@ _LITTLE, _LARGE = 0.01, 0.1
 _BY_EFFECT = ("lse", "delta")
 # One sound run in a hundred has a bias by chance at level 0.01; an adjusted p below this is not explained by that.
 _HARDLY_CHANCE = 1e-4
+# Of causes that other heads show.
+_MOST_OTHERS = 2
 _ANOTHER = "much: O is wrong, so the model computes another function than meant"
 
 
@@ -58,10 +56,12 @@ def style_of(label: Kind | Label) -> str:
 
 
 def about(finding: SharedFinding) -> Iterator[Line]:
-    """What a finding is, since when, what it does to training, and how sure it is."""
+    """What a finding is, in other heads too, since when, what it does to training, and how sure it is."""
     yield Line("What", f"{what(finding)}{_site(finding)}", label=finding.label)
-    if since := when(finding):
-        yield Line("Since", since)
+    if others := otherwise(finding):
+        yield Line("Others", others)
+    if onset := when(finding):
+        yield Line("Since", onset)
     yield Line("Sure", sure(finding))
     if effect := matters(finding):
         yield Line("Matters", effect)
@@ -78,8 +78,10 @@ def brief(finding: SharedFinding, observations: str = "", *, following: str = ""
         crowded: Whether there are three findings or more: rows and patterns are then left to the details.
     """
     said = _in_short(finding, crowded=crowded)
+    if others := sum(other.heads for other in finding.otherwise):
+        said += f"; {plural(others, 'other head')} otherwise"
     said = f"In{observations.removeprefix(' in')}: {said}" if observations else said
-    told = [said, _since(finding), _surely(finding), _effect(finding)]
+    told = [said, since(finding), _surely(finding), _effect(finding)]
     whole = f"{said}. Next: {following}" if following else f"{'. '.join(told)}."
     return Line(_titled(finding), whole, label=finding.label)
 
@@ -104,34 +106,12 @@ def _in_short(finding: SharedFinding, *, crowded: bool) -> str:
     return f"{said.rstrip('.')}{place}"
 
 
-def _since(finding: SharedFinding) -> str:
-    """Since when, in half a line."""
-    there = [s for s in finding.by_step if s.heads]
-    looked_at = _steps_looked_at(finding)
-    if not looked_at:
-        return "Since when: no step is stated"
-    if len(looked_at) == 1 or not there:
-        return f"Since when: only step {looked_at[0]} was looked at"
-    before = [s.step for s in finding.by_step if s.step < there[0].step]
-    onset = f"not {before[-1]}" if before else "the first looked at"
-    graver = _graver(finding)
-    first = f"step {there[0].step}{'' if graver is None else f' ({NAMES[finding.label]} since {graver})'}"
-    return f"Since {first} ({onset}){'; it grows' if grows(finding) else ''}"
-
-
-def _graver(finding: SharedFinding) -> int | None:
-    """The step since which it is what it is, where it was something lesser before."""
-    there = [s for s in finding.by_step if s.heads]
-    first = next((s.step for s in there if s.label == finding.label), None)
-    return first if finding.earlier and first is not None and first > there[0].step else None
-
-
 def _surely(finding: SharedFinding) -> str:
     """How certain it is, and who is at fault, in half a line."""
     if finding.label == "nonfinite":
         return "Sure: certain, and the kernel's fault"
     if finding.label == "wrong":
-        return "Sure: certain; the kernel's fault, or a damaged capture"
+        return f"Sure: certain; {fault(finding)}{'' if finding.formats else ', or a damaged capture'}"
     if finding.label == "unjudged":
         return "Sure: certain that metadata or kernel are wrong"
     if finding.label == "biased" and finding.p_adjusted is not None:
@@ -191,6 +171,18 @@ def what(finding: SharedFinding) -> str:
     return f"{said}{place}.{pattern}{too}"
 
 
+def otherwise(finding: SharedFinding) -> str:
+    """What other heads of it show, the commonest cause first; empty where none is known that is another."""
+    told = []
+    for other in finding.otherwise[:_MOST_OTHERS]:
+        name = "this head" if other.head is None else head_name(other.layer, other.head)
+        several = f"{other.heads} heads as {name}" if other.heads > 1 else name
+        told.append(f"{several}: {other.words.rstrip('.')}.")
+    if more := sum(other.heads for other in finding.otherwise[_MOST_OTHERS:]):
+        told.append(f"{plural(more, 'head')} in other ways again.")
+    return " ".join(told)
+
+
 def _unexplained(finding: SharedFinding) -> str:
     """That no rounding is known which makes the error, where that is so."""
     return "" if finding.rounding_known or finding.declared else " None of the roundings that were tried makes it."
@@ -246,47 +238,6 @@ def _bias_in_short(finding: SharedFinding) -> str:
     if finding.biased_mean == "o_excess":
         return f"O is {abs(mean):.2g} of its last bit too {'low' if mean < 0 else 'high'} on average"
     return _bias(finding)
-
-
-def _steps_looked_at(finding: SharedFinding) -> list[int]:
-    return sorted({step for place in finding.places for step in place.steps_looked})
-
-
-def when(finding: SharedFinding) -> str:
-    """Its onset, what was before, and whether it grows; what would tell where that is not known."""
-    steps, there = finding.by_step, [s for s in finding.by_step if s.heads]
-    looked_at = _steps_looked_at(finding)
-    if not looked_at:
-        return "not known: no step is stated; inspect captures that state theirs."
-    if len(looked_at) == 1:
-        return f"not known: only step {looked_at[0]} was looked at; inspect an earlier step too."
-    if not there:
-        return ""
-    before = [s.step for s in steps if s.step < there[0].step]
-    looked = f"{len(steps)} steps looked at"
-    onset = f"not found at {before[-1]}, {looked}" if before else f"the first of {looked}; inspect an earlier one too"
-    graver, label = _graver(finding), there[0].label
-    if graver is not None and label is not None:
-        said = [f"step {there[0].step} as {NAMES[label]}, {graver} as {NAMES[finding.label]} ({onset})."]
-    else:
-        said = [f"step {there[0].step} ({onset})."]
-    first_error, last_error = there[0].dq_error, there[-1].dq_error
-    if len(there) > 1 and first_error and last_error and _of_dq(finding):
-        errors = f"dQ is {percent(first_error)} off at {there[0].step}, {percent(last_error)} at {there[-1].step}"
-        trend = "It grows" if grows(finding) else "It fades" if 2 * last_error < first_error else "No clear trend"
-        said.append(f"{trend}: {errors}.")
-    return " ".join(said)
-
-
-def _of_dq(finding: SharedFinding) -> bool:
-    """Whether dQ's error is the finding's: of lossy heads whose dQ is as good as can be, the inputs make it."""
-    return finding.label != "lossy" or "dq" not in finding.right
-
-
-def grows(finding: SharedFinding) -> bool:
-    """Whether dQ's error more than doubles from the first step of the finding to the last, where it is dQ's finding."""
-    errors = [s.dq_error for s in finding.by_step if s.heads and s.dq_error is not None and _of_dq(finding)]
-    return len(errors) > 1 and errors[-1] > 2 * errors[0] > 0
 
 
 def matters(finding: SharedFinding) -> str:
@@ -349,7 +300,10 @@ def _wrong_o(finding: SharedFinding) -> bool:
 def fault(finding: SharedFinding) -> str:
     """Whose fault it is; a bias that chance makes now and then may be that."""
     whose = "the kernel's fault" if finding.captured else "the fault of these roundings"
-    whose = "the fault of a kernel or cache below 16 bits" if HELD_IN in (finding.pattern or "") else whose
+    if finding.formats.keys() - {PROBS}:
+        some = f" in {finding.alike} of them" if finding.alike != finding.heads else ""
+        what = "kernel or cache" if finding.formats.keys() & set(OPERANDS) else "last cast"
+        whose = f"the fault of a {what} below 16 bits{some}"
     return f"{whose}, or chance" if _may_be_chance(finding) else whose
 
 
@@ -376,9 +330,11 @@ def sure(finding: SharedFinding) -> str:
         return "certain: the exact result is finite there. The kernel is at fault."
     if finding.label == "wrong" and MASK_UNSEEN in (finding.pattern or ""):
         return "certain that no rounding does that; but dropout would, and is no fault of the kernel."
-    if finding.label == "wrong" and HELD_IN in (finding.pattern or ""):
+    if finding.label == "wrong" and finding.formats:
         return f"certain: {fault(finding)}, not the inputs'."
     if finding.label == "wrong":
+        if finding.of_few_bits:
+            return "certain: 8 bits in all rows make less; kernel or capture is at fault."
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."

@@ -38,7 +38,6 @@ from attn_diag.results.attributions import ErrorMap
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
 from attn_diag.results.embedded import ELEMENT
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.quality import CAST_TO, HELD_IN
 
 # Of a page for 12 layers of 12 heads, everything included; what each further head adds; and of any page.
 _LIMIT, _A_HEAD, _LARGEST = 2_000_000, 1_000, 5_000_000
@@ -270,8 +269,8 @@ def _evidence(head: HeadDiagnosis, finding: SharedFinding) -> tuple[tuple[bool, 
     if head.verdict is None or {"wrong", "nonfinite"} & set(quantities.label_names(head)):
         return ()
     stated = head.verdict.evidence
-    named, removed = finding.pattern or "", False
-    found = finding.site is not None or ("near what" not in named and any(how in named for how in (HELD_IN, CAST_TO)))
+    removed = False
+    found = finding.site is not None or (finding.cause is not None and bool(finding.formats) and not finding.cause.near)
     if head.attribution is not None and stated != "none":
         main = "dq" if "dq" in head.attribution.totals else "o"
         guilty = next((s for s in head.attribution.sites if s.site == head.attribution.guilty.get(main)), None)

@@ -21,9 +21,9 @@ from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
+from attn_diag.results.quality import PROBS
 
 NAMES = ("k", "v", "q")
-PROBS = "p"
 # By chance one of those tried has so much of an error along what it makes with probability exp(-_NATS) at most.
 _NATS = 10.0
 # How often an error may have a part in it that is in it once, beside others.

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from attn_diag.head.outlying import OF_FEATURE, OF_ROW, rows_that_are_one, times_limit, too_far_off
 from attn_diag.reference import FloatFormat, ulp
+from attn_diag.results.quality import AS_GOOD as AS_GOOD
 from attn_diag.results.quality import LOSSY as LOSSY
 from attn_diag.statistics.arrays import dense, stacked
 from attn_diag.statistics.ratios import MIN_GROUPS, Carriers, RatioCase, RatioEstimate, paired_ratios
 
-# Up to this factor a kernel is as good as a well-rounded one; above ``LOSSY`` it is not.
-AS_GOOD = 1.1
 # Healthy elements exceed the counterfactual's error by at most 5.3 standard deviations; their noise is bounded.
 ELEMENT_LIMIT = 8.0
 # Kernels may flush a P or dS below 2^-126 to zero: of a thousand such terms, with operands about 1, so much is lost.

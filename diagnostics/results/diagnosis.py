@@ -34,8 +34,9 @@ from attn_diag.results.estimates import (
     Verdict,
 )
 from attn_diag.results.figures import HeadFigures
+from attn_diag.results.finding_places import step_of
 from attn_diag.results.findings import FindingAtStep, FindingPlace, SharedFinding, WorstHead
-from attn_diag.results.grouping import find, step_of
+from attn_diag.results.grouping import find
 from attn_diag.results.heads import (
     LABELS,
     Assumptions,

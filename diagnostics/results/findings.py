@@ -10,7 +10,7 @@ from typing import Literal
 
 from attn_diag.results.base import Number
 from attn_diag.results.estimates import Label
-from attn_diag.results.quality import Quantity
+from attn_diag.results.quality import Pattern, Quantity
 
 Kind = Label | Literal["unjudged"]
 """The label of a finding; unjudged: the metadata of the capture do not fit its tensors."""
@@ -73,6 +73,20 @@ class WorstHead:
     """The batch item, where one of several was looked at; null otherwise."""
     step: int | None
     """The training step; null: not stated."""
+
+
+@dataclass(frozen=True)
+class OtherCause:
+    """What heads of a finding show whose cause is known, and not the worst head's."""
+
+    heads: int
+    """How many."""
+    layer: int | None
+    """The layer of the worst of them; null: not stated."""
+    head: int | None
+    """Which head it is."""
+    words: str
+    """What it shows, in words with numbers."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +160,27 @@ class SharedFinding:
 
     errors: dict[Quantity, Number] | None = None
     """Of ``quantities``, the largest relative error of each among the heads; null: not known, in older documents."""
+    cause: Pattern | None = None
+    """The pattern that ``pattern`` says; null: none was found, or it is not known, in older documents."""
+    otherwise: tuple[OtherCause, ...] = ()
+    """Causes that other heads of the finding show, the commonest first; none: none is known that differs."""
+    alike: int | None = None
+    """Heads that show the worst head's cause; null: it is not known."""
 
     @property
     def layers(self) -> tuple[int, ...]:
         """All its layers."""
         return tuple(sorted({layer for place in self.places for layer in place.layers}))
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Operands that lost their bits below 16, as in its ``cause``."""
+        return {} if self.cause is None else self.cause.formats
+
+    @property
+    def of_few_bits(self) -> bool:
+        """Whether operands of fewer than 8 bits might make what is wrong: it is only known how far off it is."""
+        return self.label == "wrong" and (self.cause is None or self.cause.of_few_bits)
 
     @property
     def rounding_known(self) -> bool:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from attn_diag.results.estimates import Label
-from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, SharedFinding, WorstHead
-from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
+from attn_diag.results.finding_places import Entry, numbers, other_ranks, places_of, ranks_of, step_of
+from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, OtherCause, SharedFinding, WorstHead
+from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis
 from attn_diag.results.quality import Quantity, QuantityVerdict, right_beside
 from attn_diag.results.wording import SYMBOLS, together
 
-Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _FORWARD = ("o", "lse")
 _MEANS: tuple[Literal["delta", "delta_excess", "o_away_excess", "o_excess"], ...] = (
     "delta", "delta_excess", "o_away_excess", "o_excess",
@@ -49,12 +48,6 @@ def find(captures: Sequence[CaptureDiagnosis]) -> tuple[tuple[SharedFinding, ...
     found.sort(key=lambda f: (not f.captured, KINDS.index(f.label), -f.heads))
     sure = tuple(f for f in found if f.label != "undecided")
     return sure, tuple(f for f in found if f.label == "undecided")
-
-
-def step_of(capture: CaptureDiagnosis) -> int | None:
-    """The training step of a capture; None where it states none."""
-    stated = capture.metadata.get("step", "")
-    return int(stated) if stated.isdecimal() else None
 
 
 def worst_label(head: HeadDiagnosis) -> Kind | None:
@@ -117,7 +110,7 @@ def _cause(label: Kind, group: Sequence[Entry]) -> object:
         return None
     if label == "lossy" and (site := _site(group)) is not None:
         return site
-    off = [q for _, _, head in group for q in _answered(head, label)]
+    off = [q for _, _, head in group for q in head.answered(label)]
     kinds = Counter(p.kind for q in off for p in q.patterns[:1])
     forward = any(q.quantity in _FORWARD for q in off)
     return forward, kinds.most_common(1)[0][0] if kinds and label == "wrong" else None
@@ -125,18 +118,14 @@ def _cause(label: Kind, group: Sequence[Entry]) -> object:
 
 def _site(group: Sequence[Entry]) -> str | None:
     # Names of sites are one word; what O's bits show of a head are several.
-    shown = [q.site for _, _, h in group for q in _answered(h, "lossy") if q.quantity == "o" and q.site is not None]
+    shown = [q.site for _, _, h in group for q in h.answered("lossy") if q.quantity == "o" and q.site is not None]
     known = [o.coarse for _, o, _ in group if o.coarse is not None] or [site for site in shown if " " in site]
     if known:
         return Counter(known).most_common(1)[0][0]
-    if {q.site for _, _, head in group for q in _answered(head, "lossy")} != {"gradient_accumulator"}:
+    if {q.site for _, _, head in group for q in head.answered("lossy")} != {"gradient_accumulator"}:
         return None
     names = {q.quantity for _, _, head in group for q in head.quantities if q.site == "gradient_accumulator"}
     return f"the sums of {together([SYMBOLS[n] for n in ('dq', 'dk', 'dv') if n in names])} in the inputs' format"
-
-
-def _answered(head: HeadDiagnosis, label: Kind) -> list[QuantityVerdict]:
-    return [q for q in head.quantities if q.answer == label]
 
 
 def _errors(head: HeadDiagnosis, gradient: Literal["dq", "dw_q"]) -> float | None:
@@ -170,8 +159,9 @@ def _weight(label: Kind, head: HeadDiagnosis) -> float:
     """By which heads of one label are ranked."""
     if label == "biased":
         return -(1.0 if (p := _smallest_p(head)) is None else p)
-    size = _factor(head) if label in ("lossy", "undecided") else None
-    size = _errors(head, "dq") if size is None else size
+    sizes = [_factor(head), _errors(head, "dq")]
+    known = [size for size in (sizes if label in ("lossy", "undecided") else sizes[::-1]) if size is not None]
+    size = known[0] if known else None
     return math.inf if size is None or math.isnan(size) else size
 
 
@@ -179,11 +169,9 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     """One finding of ``group``; ``earlier``: what led to it; ``looked``: every entry of its observations."""
     source, observation, head = max(group, key=lambda e: _weight(label, e[2]))
     _, kernel, captured = _maker(label, group[0])
-    off = [q for _, _, h in group for q in _answered(h, label)]
+    off = [q for _, _, h in group for q in h.answered(label)]
     order: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q")
-    wrong = label == "wrong"  # what has a known cause comes first
-    placed = {q.quantity for q in _answered(head, label) if wrong and all(p.kind in _PLACES for p in q.patterns[:1])}
-    own = sorted(_answered(head, label), key=lambda q: (q.quantity in placed, -(q.factor or 0.0)))
+    own = _gravest_first(label, head)
     carried = {name for _, _, h in group if h.verdict for name in h.verdict.labels}
     furthest = max(group, key=lambda e: _errors(e[2], "dq") or 0.0)[2]
     dq = next((q for q in furthest.quantities if q.quantity == "dq"), None)
@@ -193,14 +181,16 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     assert head.verdict is not None
     site = _site(group) if label in ("lossy", "biased") else None
     patterns = [(q, p) for q in own for p in q.patterns[:1] if site is None or p.kind != "rounding"]
-    ranks = _ranks(label, group, looked)
+    words, cause = next(((f"{SYMBOLS[q.quantity]}: {p.words}", p) for q, p in patterns), (None, None))
+    alike, others = _causes(label, group, head)
+    ranks = ranks_of(label, group, looked)
     return SharedFinding(
         label=label,
         also=tuple(k for k in KINDS if k != label and k not in ("unjudged", "undecided") and k in carried),
         observations=tuple(dict.fromkeys(o.name for _, o, _ in group)),
         captured=captured,
         kernel=kernel,
-        places=_places(group, looked),
+        places=places_of(group, looked),
         ranks=ranks,
         heads=len(group),
         of=sum(_maker(label, e) == _maker(label, group[0]) for e in looked),
@@ -228,9 +218,12 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
             step=step_of(source),
         ),
         words=_why(label, own, head.verdict.reasons),
-        pattern=next((f"{SYMBOLS[q.quantity]}: {p.words}" for q, p in patterns), None),
+        pattern=words,
+        cause=cause,
+        otherwise=others,
+        alike=alike,
         typical_factor_ci95=own[0].typical_factor_ci95 if own else None,
-        other_ranks=_other_ranks(ranks, group, looked),
+        other_ranks=other_ranks(ranks, group, looked),
         carrier=_carrier(head) if label == "ill_conditioned" else None,
         errors={
             name: error
@@ -238,6 +231,43 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
             if (error := _largest(q.relative_error for q in off if q.quantity == name)) is not None
         },
     )
+
+
+def _gravest_first(label: Kind, head: HeadDiagnosis) -> list[QuantityVerdict]:
+    """The quantities of a head with a label; of wrong ones first those of which a cause is known."""
+    wrong = label == "wrong"
+    return sorted(
+        head.answered(label),
+        key=lambda q: (wrong and all(p.kind in _PLACES for p in q.patterns[:1]), -(q.factor or 0.0)),
+    )
+
+
+def _causes(label: Kind, group: Sequence[Entry], worst: HeadDiagnosis) -> tuple[int | None, tuple[OtherCause, ...]]:
+    """How many heads show the worst head's cause; and what those show whose cause is known, and another."""
+    if label not in ("wrong", "lossy"):
+        return None, ()
+    found = dict[object, list[tuple[HeadDiagnosis, QuantityVerdict]]]()
+    for _, _, head in group:
+        if (shown := _own_cause(label, head)) is not None:
+            found.setdefault(shown[0], []).append((head, shown[1]))
+    own = _own_cause(label, worst)
+    alike = None if own is None else len(found.pop(own[0]))
+    told = []
+    for heads in sorted(found.values(), key=len, reverse=True):
+        head, quantity = max(heads, key=lambda one: _weight(label, one[0]))
+        told.append(OtherCause(len(heads), head.layer, head.head, quantity.words))
+    return alike, tuple(told)
+
+
+def _own_cause(label: Kind, head: HeadDiagnosis) -> tuple[object, QuantityVerdict] | None:
+    """What tells a head's cause from others', and the quantity that shows it; None: it is not known."""
+    for quantity in _gravest_first(label, head):
+        if label == "lossy" and quantity.site is not None:
+            return quantity.site, quantity
+        for pattern in quantity.patterns[:1]:
+            if pattern.kind not in _PLACES:
+                return (pattern.kind, *sorted(pattern.formats.items())), quantity
+    return None
 
 
 def _carrier(head: HeadDiagnosis) -> str | None:
@@ -257,37 +287,6 @@ def _why(label: Kind, off: Sequence[QuantityVerdict], reasons: Sequence[str]) ->
     return next(tested, next(iter(reasons), ""))
 
 
-def _ranks(label: Kind, group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:
-    """The ranks of a finding, where there are others without it."""
-    found: set[str] = set()
-    for capture, _, head in group:
-        in_part = [q.ranks for q in _answered(head, label)]
-        found |= {rank for ranks in in_part for rank in ranks} if all(in_part) else _ranks_of(capture, head)
-    if found >= {rank for capture, _, head in looked for rank in _ranks_of(capture, head)}:
-        return ()
-    return _in_order(found)
-
-
-def _other_ranks(ranks: Sequence[str], group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[str, ...]:
-    """Ranks that hold heads of a finding that is in ``ranks`` alone."""
-    heads = {(h.layer, h.head) for _, _, h in group}
-    held = {rank for c, _, h in looked if (h.layer, h.head) in heads for rank in _ranks_of(c, h)}
-    return _in_order(held - {*ranks}) if ranks else ()
-
-
-def _in_order(ranks: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(ranks, key=lambda rank: (len(rank), rank)))
-
-
-def _ranks_of(capture: CaptureDiagnosis, head: HeadDiagnosis) -> set[str]:
-    """The ranks that hold a head of a capture; none where it states none."""
-    m = capture.metadata
-    if "rank_of_heads" in m and head.head is not None:
-        return {m["rank_of_heads"].split(",")[head.head - int(m.get("head_offset", 0))]}
-    stated = m.get("rank", m.get("ranks", ""))
-    return set(stated.split(",")) if stated else set()
-
-
 def _first_steps(entries: Sequence[Entry], graver: Sequence[int]) -> dict[Label, int]:
     """The first step of each label, where it is before all ``graver`` ones: else nothing grew."""
     first: dict[Label, int] = {}
@@ -298,38 +297,13 @@ def _first_steps(entries: Sequence[Entry], graver: Sequence[int]) -> dict[Label,
     return {label: step for label, step in first.items() if step < min(graver)}
 
 
-def _numbers(values: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(sorted({v for v in values if v is not None}))
-
-
-def _places(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingPlace, ...]:
-    alike: dict[tuple[object, ...], FindingPlace] = {}
-    by_layer: dict[int | None, list[Entry]] = {}
-    for entry in group:
-        by_layer.setdefault(entry[2].layer, []).append(entry)
-    for layer, found in sorted(by_layer.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        there = [e for e in looked if e[2].layer == layer]
-        heads = _numbers(h.head for _, _, h in found)
-        place = FindingPlace(
-            layers=() if layer is None else (layer,),
-            heads=heads,
-            all_heads=len(heads) > 1 and heads == _numbers(h.head for _, _, h in there),
-            steps=_numbers(step_of(c) for c, _, _ in found),
-            steps_looked=_numbers(step_of(c) for c, _, _ in there),
-        )
-        key = (layer is None, place.all_heads or heads, place.steps, place.steps_looked)
-        same = alike.get(key)
-        alike[key] = place if same is None else replace(same, layers=same.layers + place.layers)
-    return tuple(sorted(alike.values(), key=lambda p: (p.steps[:1], p.layers)))
-
-
 def _by_step(group: Sequence[Entry], looked: Sequence[Entry]) -> tuple[FindingAtStep, ...]:
     """Every step at which the layers of a finding were looked at."""
     layers = {head.layer for _, _, head in group}
     there = [(step_of(c), h) for c, _, h in looked if h.layer in layers]
     members = {id(h) for _, _, h in group}
     found = []
-    for step in _numbers(step for step, _ in there):
+    for step in numbers(step for step, _ in there):
         heads = [h for s, h in there if s == step]
         own = [h for h in heads if id(h) in members]
         found.append(
@@ -356,7 +330,7 @@ def _unjudged(captures: Sequence[CaptureDiagnosis]) -> list[SharedFinding]:
     found = []
     for group in alike.values():
         entries, first = _heads_of(group), group[0]
-        places = _places(entries, looked)
+        places = places_of(entries, looked)
         layer = places[0].layers[0] if places and places[0].layers else None
         found.append(
             SharedFinding(

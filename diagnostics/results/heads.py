@@ -88,6 +88,10 @@ class HeadDiagnosis:
     noise_factor_ci95: tuple[Number, Number] | None = None
     """95 % interval of ``noise_factor``; null where its rows have one argmax key in common, and before version 3."""
 
+    def answered(self, answer: str) -> list[QuantityVerdict]:
+        """The quantities with this answer."""
+        return [q for q in self.quantities if q.answer == answer]
+
 
 # The gravest first.
 LABELS: tuple[Label, ...] = ("nonfinite", "wrong", "lossy", "biased", "ill_conditioned", "undecided", "clean")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_diag.results.base import Number
 
 Quantity = Literal["o", "lse", "delta", "dq", "dk", "dv", "dkv", "dsinks", "dmask", "dw_q"]
 Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
-# Above it a kernel is worse than a well-rounded one; real ones: 0.93 to 1.07.
-LOSSY = 1.25
+# Above ``LOSSY`` a kernel is worse than a well-rounded one, below ``AS_GOOD`` as good; real ones: 0.93 to 1.07.
+LOSSY, AS_GOOD = 1.25, 1.1
 
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
-HELD_IN, CAST_TO = "held in", "cast to"  # a format below 16 bits: q, k or v, and P_bar
-"""What such a pattern's words end with."""
-SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands")
+OPERANDS, PROBS = ("q", "k", "v"), "p"
+"""Names in ``Pattern.formats``; p: P_bar."""
+SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored", "kernel")
 """Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q,
-k, v or P_bar in a format below 16 bits."""
+k, v, P_bar or the result itself in a format below 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,22 @@ class Pattern:
     """The rows (of dK and dV: keys) where it is, first and last of each run."""
     features: tuple[tuple[int, int], ...] = ()
     """Likewise the features, where it is in some alone."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """What lost its bits in a format below 16 (q, k, v; p: P_bar; or the quantity itself), and which format; empty: it
+    is something else."""
+
+    kernel: str | None = None
+    """The published kernel below 16 bits that O has the bits of, though it was not declared; null: none."""
+
+    @property
+    def of_few_bits(self) -> bool:
+        """Whether it says no more than how far off rows are, which an operand of fewer than 8 bits makes as well."""
+        return self.kind == "off" and "% off" in self.words
+
+    @property
+    def near(self) -> bool:
+        """Whether it is only near what there is: it leaves more than a well-rounded kernel does."""
+        return self.remaining is not None and self.remaining > AS_GOOD
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,16 @@ class QuantityVerdict:
     """Where and how it is wrong."""
     ranks: tuple[str, ...] = ()
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
+
+
+def no_rounding(patterns: Sequence[Pattern]) -> str:
+    """What is said behind how far off a wrong quantity is that shows these patterns.
+
+    Fewer bits than 8 make as much in all rows, and 8 in some rows alone.
+    """
+    if patterns and not patterns[0].of_few_bits:
+        return ", which no rounding makes"
+    return ", which no 8-bit rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
 
 
 # How a verdict's words end where rows that see no key hold something.

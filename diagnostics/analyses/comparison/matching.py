@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from attn_diag.errors import InputError
 from attn_diag.results.comparison import Unmatched
 from attn_diag.results.diagnosis import CaptureDiagnosis, Diagnosis, HeadDiagnosis, ObservationDiagnosis
-from attn_diag.results.grouping import step_of
+from attn_diag.results.finding_places import step_of
 from attn_diag.results.wording import head_name, plural
 
 T = TypeVar("T")

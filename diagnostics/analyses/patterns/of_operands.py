@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
-from attn_diag.head.low_bit_inputs import NAMES, PROBS, Held, find_held, held, out_of
+from attn_diag.head.low_bit_inputs import NAMES, Held, find_held, held, out_of
 from attn_diag.head.low_bit_probs import CastProbs
 from attn_diag.head.quality import AS_GOOD, LOSSY
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import CAST_TO, HELD_IN, Pattern
+from attn_diag.results.quality import PROBS, Pattern
 from attn_diag.results.wording import number, together
 
 _SAMPLE = 64
@@ -112,7 +112,8 @@ def _told(evidence: Evidence, alike: Sequence[Held], factor: float) -> Pattern |
         words = (
             f"all {evidence.unit} are near {given}, {number(remaining)} times a well-rounded kernel's error off that"
         )
-    return Pattern("operands", words, explained, remaining)
+    formats = {name: one.format for name, one in alike[0].items()}
+    return Pattern("operands", words, explained, remaining, formats=formats)
 
 
 def _made(evidence: Evidence, formats: Held) -> Tensor:
@@ -143,7 +144,7 @@ def _in_words(formats: Held, *, scales: bool) -> str:
         one = formats[name]
         words = one.words if scales else one.format
         if isinstance(one, CastProbs):
-            cast = [f"{one.symbol} {CAST_TO} {words}"]
+            cast = [f"{one.symbol} cast to {words}"]
         else:
             by_words[words].append(name)
-    return together([*(f"{together(names)} {HELD_IN} {words}" for words, names in by_words.items()), *cast])
+    return together([*(f"{together(names)} held in {words}" for words, names in by_words.items()), *cast])

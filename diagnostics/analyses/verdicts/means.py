@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_diag.analyses.verdicts.words import KEPT_WHOLE
+from attn_diag.analyses.verdicts.advice import KEPT_WHOLE
 from attn_diag.head.cut_off import SITES
 from attn_diag.head.measurement import CutOff
 from attn_diag.results.diagnosis import BiasEstimate, RoundingBias, Verdict

@@ -18,7 +18,7 @@ from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict
+from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
@@ -118,9 +118,13 @@ def judge_quantity(
             patterns=patterns,
         )
 
-    impossible = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off, which no rounding makes"
+    off = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off"
+
+    def wrong(pattern: Pattern) -> QuantityVerdict:
+        return verdict("wrong", f"{off}{no_rounding([pattern])}: {pattern.words}.", pattern)
+
     if whole.factors:
-        return verdict("wrong", f"{impossible}: {whole.factors}.", Pattern("factor", whole.factors))
+        return wrong(Pattern("factor", whole.factors))
     telling = outlying & ~(least := next_to_exact(whole))
     if outlying.any():
         telling = telling & ~(as_usual(whole.error, whole.floor) & whole.by_last_rounding)
@@ -136,11 +140,9 @@ def judge_quantity(
     if telling.any():
         placed = not whole.compared or is_place(whole, telling, healthy=healthy)
         if whole.zeroed.any() or unlike or (placed and not whole.rounding):
-            pattern = where(whole, telling, unit, rest if whole.compared else None)
-            return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
+            return wrong(where(whole, telling, unit, rest if whole.compared else None))
     if whole.unlike_features is not None and whole.unlike_features.any():
-        pattern = over_all(np.flatnonzero(whole.unlike_features), unit)
-        return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
+        return wrong(over_all(np.flatnonzero(whole.unlike_features), unit))
     columns = np.flatnonzero(whole.bad_features)
     explained = whole.features_rounding if whole.compared else whole.rounding
     unexplained = columns.size > 0 and not explained
@@ -150,8 +152,7 @@ def judge_quantity(
         by_last = within_last_rounding(*whole.features) & as_usual(whole.features[0], whole.features[2])
         unexplained = not by_last.reshape(-1, len(whole.bad_features))[:, columns].all()
     if unexplained and (not whole.compared or others_right(whole) or bool(whole.misplaced_features.any())):
-        pattern = over_all(columns, unit)
-        return verdict("wrong", f"{impossible}: {pattern.words}.", pattern)
+        return wrong(over_all(columns, unit))
     if not whole.compared:
         said = f"{name} is {percent(math.sqrt(error / truth))} off" if truth else f"{name} should be zero"
         if whole.rounding:
@@ -159,9 +160,12 @@ def judge_quantity(
         return verdict("stated", f"{said}; {ALONE}.")
     if error > shared * whole.ceiling:
         coarsest = BEYOND * math.sqrt(error / whole.ceiling)
+        if whole.declared:
+            what = "the coarsest recipe, MXFP4, or the declared one"
+            said = f"{times(coarsest)} times what {what} leaves"
+            return verdict("wrong", f"{off}, which no rounding makes: {said}.")
         what = "a kernel with 8-bit operands and all else in BF16"
-        what = "the coarsest recipe, MXFP4, or the declared one" if whole.declared else what
-        return verdict("wrong", f"{impossible}: {times(coarsest)} times what {what} leaves.")
+        return verdict("wrong", f"{off}{no_rounding(())}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     known = SITES.get(whole.site or "")

@@ -7,9 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from attn_diag.analyses.verdicts.advice import (
+    DROPPED_OUT,
+    LOW_BITS,
+    MEAN_OF_OPERANDS,
+    SUGGESTIONS,
+    WITHOUT_O,
+    known_rounding,
+    of_lossy,
+    of_wrong,
+)  # fmt: skip
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
 from attn_diag.analyses.verdicts.quality import beside_truth
-from attn_diag.analyses.verdicts.words import LOW_BITS, MEAN_OF_OPERANDS, known_rounding
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.diagnosis import (
     LABELS,
@@ -43,46 +52,6 @@ _NAMES = {
 }
 # At least so much of dQ's error must come from one named part for the head to be called ill-conditioned by it.
 CARRIED_BY = 0.5
-# E4M3 leaves 4 to 11 times (P) and 12 to 26 times (all operands too) a well-rounded BF16 kernel's error at 256 keys.
-_LIKE_A_FAULT = 30.0
-_OR_A_FAULT = (
-    " So much may also be wrong mathematics (a part of a sum that is missing, a stale row) of which no pattern was "
-    "recognised: where no cast to 8 bits is meant, look for that first."
-)
-_SUGGESTIONS: dict[Label, str] = {
-    "nonfinite": (
-        "Find the first row with NaN or Inf, and look there for a row that sees no key, an overflow of the format, or "
-        "memory that was never written."
-    ),
-    "wrong": (
-        "No rounding makes this error: look for indexing, masks, strides, tiles or missing terms in the kernel, and "
-        "check that the tensors captured belong together."
-    ),
-    "ill_conditioned": (
-        "Another kernel of this kind does no better here: keep O (or delta) in fp32 for the backward, make delta as "
-        "rowsum(P o dP), or bound the logits (QK-norm, QK-clip)."
-    ),
-    "lossy": (
-        "The error is larger than a well-rounded kernel's: look for scores, row maximum, row sum, accumulators or LSE "
-        "below fp32, and for casts that truncate; where none of these makes it, for mathematics that is a little off."
-    ),
-    "biased": (
-        "Look for the site: directed rounding of P or of the accumulator, "
-        "or a row sum that adds another P than PV uses."
-    ),
-    "undecided": (
-        "Capture more rows or sequences: what was captured does not decide. A factor that stays between 1.1 and 1.25 "
-        "is no alarm, but more than production kernels have (0.93 to 1.07)."
-    ),
-    "clean": "Nothing to do for this head: if training goes wrong, look at other heads, layers and steps first.",
-}
-_UNSEEN_DROPOUT = (
-    "If attention dropout was on, this is no fault: add its mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and "
-    "dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
-)
-_WITHOUT_O = (
-    "Capture O too: without it no bias can be tested, and the parts of dK's error that query rows share are not known."
-)
 
 
 def judge(
@@ -178,12 +147,10 @@ def judge(
     seen: Literal["none", "seen"] = "seen" if {"lossy", "ill_conditioned"} & set(unique) else "none"
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     unseen = all(getattr(bias, name) is None for name in PRIMARY) and bit_identical is None
-    suggestions = _SUGGESTIONS | ({"undecided": _WITHOUT_O} if unseen else {})
+    suggestions = SUGGESTIONS | ({"undecided": WITHOUT_O} if unseen else {})
     if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
-    suggestions["lossy"] = known_rounding(answers["lossy"]) or suggestions["lossy"]
-    if suggestions["lossy"] not in LOW_BITS and any((q.factor or 0.0) > _LIKE_A_FAULT for q in answers["lossy"]):
-        suggestions["lossy"] += _OR_A_FAULT
+    suggestions["lossy"] = of_lossy(answers["lossy"])
     if (known := known_rounding(answers["lossy"] or answers["undecided"])) in LOW_BITS:
         suggestions |= {"lossy" if answers["lossy"] else "undecided": known, "biased": MEAN_OF_OPERANDS}
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
@@ -237,9 +204,10 @@ def _not_the_mathematics(answers: Mapping[str, Sequence[QuantityVerdict]]) -> Ve
     if right := [SYMBOLS[name] for name in right_beside(every)]:
         reasons.append(f"{together(right)} {_are(right)} right: as good as a well-rounded kernel's.")
     reasons += [q.words for q in answers["good"] if q.words.endswith(NOT_JUDGED)]
-    suggestions = [_SUGGESTIONS[label] for label in labels]
+    advice = SUGGESTIONS | {"wrong": of_wrong(answers["wrong"])}
+    suggestions = [advice[label] for label in labels]
     if any(pattern.kind == UNSEEN_DROPOUT for q in every for pattern in q.patterns):
-        suggestions.insert(0, _UNSEEN_DROPOUT)
+        suggestions.insert(0, DROPPED_OUT)
     return Verdict(tuple(labels), "seen", tuple(reasons), tuple(suggestions))
 
 
