@@ -43,6 +43,8 @@ MEAN_OF_OPERANDS = (
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 # E4M3 leaves 4 to 11 times (P) and 12 to 26 times (all operands too) a well-rounded BF16 kernel's error at 256 keys.
 _LIKE_A_FAULT = 30.0
+# INT8 q and k leave 4 to 6 times, in SageAttention 1.
+_LIKE_8_BITS = 3.0
 _OR_A_FAULT = (
     " So much may also be wrong mathematics (a part of a sum that is missing, a stale row) of which no pattern was "
     "recognised: where no cast to 8 bits is meant, look for that first."
@@ -78,6 +80,7 @@ DROPPED_OUT = (
     "If attention dropout was on, this is no fault: add its mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and "
     "dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
 )
+_OR_DECLARED = " Where it is meant to work below 16 bits, inspect it as the kernel that it is (--declared)."
 _OR_FEWER_BITS = " Where fewer than 8 bits are meant (INT4, FP4), inspect it as the kernel that it is (--declared)."
 WITHOUT_O = (
     "Capture O too: without it no bias can be tested, and the parts of dK's error that query rows share are not known."
@@ -88,8 +91,10 @@ def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
     """What to do about quantities that are lossy."""
     if (known := known_rounding(lossy)) in LOW_BITS:
         return known
-    large = any((q.factor or 0.0) > _LIKE_A_FAULT for q in lossy)
-    return f"{known or SUGGESTIONS['lossy']}{_OR_A_FAULT if large else ''}"
+    largest = max(q.factor or 0.0 for q in lossy) if lossy else 0.0
+    low = known is None and any(q.quantity == "o" and (q.factor or 0.0) > _LIKE_8_BITS for q in lossy if not q.declared)
+    declared = _OR_DECLARED if low else ""
+    return f"{known or SUGGESTIONS['lossy']}{_OR_A_FAULT if largest > _LIKE_A_FAULT else ''}{declared}"
 
 
 def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
