@@ -60,6 +60,8 @@ _looking: list[Observer] = []
 # By identity: hashing or comparing whatever lies in other people's modules would run their code.
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
+# What torch.compile leaves on a function that it makes of one: that one.
+_COMPILED = "_torchdynamo_orig_callable"
 _modules_seen = 0
 _thread = Thread()
 # How many calls there were of FlexAttention, or of what may be it.
@@ -174,7 +176,7 @@ def _replace() -> None:
             if id(function) not in ours:
                 _wrap(site, function)
     for space in namespaces() if _wrappers else ():
-        for name, value in list(space.items()):
+        for name, value in list(space.items()) if _may_have_known(space) else ():
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
                 space[name] = pair.wrapper
@@ -186,11 +188,18 @@ def _wrap(site: AttentionSite, function: Function) -> _Pair:
     return _wrappers[id(function)]
 
 
+def _may_have_known(space: Namespace) -> bool:
+    """Whether ``_pair_of`` knows anything there; of two hundred thousand names asking it one by one takes long."""
+    values = list(space.values())
+    functions = [value for value in values if type(value) is FunctionType]
+    return not _wrappers.keys().isdisjoint(map(id, values)) or any(hasattr(f, _COMPILED) for f in functions)
+
+
 def _pair_of(value: Any) -> _Pair | None:
     """Of a known function; torch.compile(flex_attention) is a function of its own around one."""
     found = _wrappers.get(id(value))
     if found is None and type(value) is FunctionType:
-        inner = _wrappers.get(id(vars(value).get("_torchdynamo_orig_callable")))
+        inner = _wrappers.get(id(vars(value).get(_COMPILED)))
         found = None if inner is None or inner.site is None else _wrap(inner.site, value)
     return found
 
@@ -203,7 +212,8 @@ def _restore() -> None:
     # A module that was imported meanwhile may have taken a wrapper along.
     ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
     for space in namespaces():
-        for name, value in list(space.items()):
+        known = not ours.keys().isdisjoint(map(id, list(space.values())))
+        for name, value in list(space.items()) if known else ():
             if id(value) in ours:
                 space[name] = ours[id(value)].original
     _wrappers.clear()

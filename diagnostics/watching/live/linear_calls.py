@@ -110,7 +110,8 @@ def replace_functions(
     wrapped = {key: recorder.wrapped(operator, function) for key, (operator, function) in met.items()}
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for space in list(namespaces()):
-        for name, value in list(space.items()):
+        known = not wrapped.keys().isdisjoint(map(id, list(space.values())))
+        for name, value in list(space.items()) if known else ():
             if id(value) in wrapped and callable(value):
                 changed.append((space, name, value))
                 space[name] = wrapped[id(value)]
