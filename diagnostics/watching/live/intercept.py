@@ -25,7 +25,7 @@ from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.backlog import Backlog, Thread
 from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
-from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
+from attn_diag.watching.live.functions import COMPILED, Namespace, attention_functions, namespaces_with
 from attn_diag.watching.live.observer import Observer
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides
@@ -60,8 +60,6 @@ _looking: list[Observer] = []
 # By identity: hashing or comparing whatever lies in other people's modules would run their code.
 _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
-# What torch.compile leaves on a function that it makes of one: that one.
-_COMPILED = "_torchdynamo_orig_callable"
 _modules_seen = 0
 _thread = Thread()
 # How many calls there were of FlexAttention, or of what may be it.
@@ -175,8 +173,8 @@ def _replace() -> None:
         for site, function in attention_functions():
             if id(function) not in ours:
                 _wrap(site, function)
-    for space in namespaces() if _wrappers else ():
-        for name, value in list(space.items()) if _may_have_known(space) else ():
+    for space in namespaces_with(_wrappers, compiled=True) if _wrappers else ():
+        for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
                 space[name] = pair.wrapper
@@ -188,18 +186,11 @@ def _wrap(site: AttentionSite, function: Function) -> _Pair:
     return _wrappers[id(function)]
 
 
-def _may_have_known(space: Namespace) -> bool:
-    """Whether ``_pair_of`` knows anything there; of two hundred thousand names asking it one by one takes long."""
-    values = list(space.values())
-    functions = [value for value in values if type(value) is FunctionType]
-    return not _wrappers.keys().isdisjoint(map(id, values)) or any(hasattr(f, _COMPILED) for f in functions)
-
-
 def _pair_of(value: Any) -> _Pair | None:
     """Of a known function; torch.compile(flex_attention) is a function of its own around one."""
     found = _wrappers.get(id(value))
     if found is None and type(value) is FunctionType:
-        inner = _wrappers.get(id(vars(value).get(_COMPILED)))
+        inner = _wrappers.get(id(vars(value).get(COMPILED)))
         found = None if inner is None or inner.site is None else _wrap(inner.site, value)
     return found
 
@@ -211,9 +202,8 @@ def _restore() -> None:
     _replaced.clear()
     # A module that was imported meanwhile may have taken a wrapper along.
     ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
-    for space in namespaces():
-        known = not ours.keys().isdisjoint(map(id, list(space.values())))
-        for name, value in list(space.items()) if known else ():
+    for space in namespaces_with(ours):
+        for name, value in list(space.items()):
             if id(value) in ours:
                 space[name] = ours[id(value)].original
     _wrappers.clear()
