@@ -28,7 +28,13 @@ _MEANING: dict[Kind, str] = {
 }
 # A word of a command, an option together with what follows it.
 _OPTIONS = re.compile(r"--[\w-]+ (?!-)\S+|\S+")
-_ASKED = {"What": "Measured", "Since": "Since when", "Matters": "For training", "Sure": "How sure"}
+_ASKED = {
+    "What": "Measured",
+    "Since": "Since when",
+    "Matters": "For training",
+    "Sure": "How sure",
+    "Others": "Other heads",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
     return Card(
         labels=tuple((label, LETTERS[label], NAMES[label]) for label in labels),
         title=_capital(where(finding)) + (of_observations(diagnosis, finding) if finding.captured else ""),
-        meaning=_MEANING.get(finding.label, ""),
+        meaning=_meaning(finding),
         facts=tuple(facts),
         bars=_bars(finding.by_step),
         of=f"the {heads.pop()} heads" if len(heads) == 1 and heads != {1} else "the heads",
@@ -120,6 +126,13 @@ def _card(finding: SharedFinding, place: str | None, diagnosis: Diagnosis) -> Ca
         worst=_head(worst) + ("" if worst.step is None else f", step {worst.step}"),
         place=place,
     )
+
+
+def _meaning(finding: SharedFinding) -> str:
+    if finding.label == "wrong" and finding.formats:
+        return "Numbers lost so many bits that the result is another function's."
+    said = _MEANING.get(finding.label, "")
+    return said.replace("no rounding error", "no 8-bit rounding error") if finding.of_few_bits else said
 
 
 def _head(worst: WorstHead) -> str:

@@ -15,6 +15,8 @@ from attn_diag.reports.lead import FAIL, OK, lead
 from attn_diag.results.dtypes import DtypeDrift, DtypeEvent, SourceLine, TracedCall
 from attn_diag.results.wording import plural
 
+# Tensors that are rounded in place and named in the first lines; the list has them all.
+_MOST_NAMED = 3
 _NOTHING_LOST = (
     "Nothing is less exact for it; it costs casts and memory. A kernel that autocast does not cast for would get these "
     "dtypes: where they come from is below."
@@ -35,12 +37,16 @@ def drift_renderables(found: DtypeDrift) -> Iterator[RenderableType]:
         yield from _call(call)
     explained = {(c.source, c.operation) for call in found.calls for causes in call.causes.values() for c in causes}
     reaching = [e for e in found.findings if e.severity != "elsewhere" and (e.source, e.operation) not in explained]
-    elsewhere = [e for e in found.findings if e.severity == "elsewhere"]
+    elsewhere = [e for e in found.findings if e.severity == "elsewhere" and e.written is None]
+    if found.rounded:
+        yield Text("\nRounded in place; where that is repeated, what is small beside the tensor is lost:", style="bold")
+        yield from _events(list(found.rounded), fixes=True)
     if reaching:
         yield Text("\nThese reach q, k or v too:", style="bold")
         yield from _events(reaching, fixes=True)
     if elsewhere:
-        yield Text("\nAlso widened, but reaching no attention call:", style="bold")
+        what = "Also widened, but reaching no attention call:" if found.attention_calls else "Widened:"
+        yield Text(f"\n{what}", style="bold")
         yield from _events(elsewhere, fixes=False)
     yield Text("")
     yield layout.note(_legend(found))
@@ -51,14 +57,27 @@ def _first(found: DtypeDrift) -> Iterator[RenderableType]:
     """Whether q, k and v have one dtype, and autocast's; where not, the first place and what to do."""
     worst = found.calls[0] if found.calls else None
     told = [] if found.error is None else [f"The script ended early: {found.error}"]
+    rounding = ""
+    if found.rounded:
+        places = plural(len(found.rounded), "place")
+        rounding = f"; {places} {'rounds' if len(found.rounded) == 1 else 'round'} in place"
+        names = ", ".join(dict.fromkeys(f"{_into(e)} at {_where(e.source)}" for e in found.rounded[:_MOST_NAMED]))
+        more = (
+            f" and at {plural(len(found.rounded) - _MOST_NAMED, 'more place')}"
+            if len(found.rounded) > _MOST_NAMED
+            else ""
+        )
+        told.append(f"Wider values are rounded in place into {names}{more}.")
     if worst is None:
         calls = plural(found.attention_calls, "attention call")
         if not found.attention_calls:
-            yield from lead("NOTHING", f"{found.source}: no attention call was seen", told, style="bold yellow")
+            yield from lead(
+                "NOTHING", f"{found.source}: no attention call was seen{rounding}", told, style="bold yellow"
+            )
             return
-        others = sum(e.severity == "elsewhere" for e in found.findings)
-        also = f"; {plural(others, 'place')} elsewhere drift" if others else ""
-        yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}", told)
+        others = sum(e.severity == "elsewhere" and e.written is None for e in found.findings)
+        also = f"; {plural(others, 'place')} elsewhere {'drifts' if others == 1 else 'drift'}" if others else ""
+        yield from lead(OK, f"{found.source}: q, k and v agree in all of {calls}{also}{rounding}", told)
         return
     place = f"({', '.join(f'{name} {dtype}' for name, dtype in worst.dtypes.items())} at {_where(worst.source)})"
     key = worst.settled or bool(worst.differing)
@@ -114,11 +133,17 @@ def _events(events: list[DtypeEvent], *, fixes: bool) -> Iterator[RenderableType
     table = _grid()
     for event in events:
         what = Text("" if event.source is None else event.source.text)
-        what.append(f"\n{event.operation}({_operands(event)}) -> {event.result}{_times(event.count)}", style="dim")
+        result = event.result if event.written is None else _into(event)
+        what.append(f"\n{event.operation}({_operands(event)}) -> {result}{_times(event.count)}", style="dim")
         if fixes:
             what.append(f"\n{event.fix}", style="green")
         table.add_row(Text(f"  {_where(event.source)}"), what)
     yield table
+
+
+def _into(event: DtypeEvent) -> str:
+    assert event.written is not None
+    return f"{event.written.name or '…'} ({event.result})"
 
 
 def _operands(event: DtypeEvent) -> str:

@@ -13,7 +13,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import LOSSY, MASK_UNSEEN, PROBS, Quantity
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -78,6 +78,8 @@ def brief(finding: SharedFinding, observations: str = "", *, following: str = ""
         crowded: Whether there are three findings or more: rows and patterns are then left to the details.
     """
     said = _in_short(finding, crowded=crowded)
+    if others := sum(other.heads for other in finding.otherwise):
+        said += f"; {plural(others, 'other head')} otherwise"
     said = f"In{observations.removeprefix(' in')}: {said}" if observations else said
     told = [said, since(finding), _surely(finding), _effect(finding)]
     whole = f"{said}. Next: {following}" if following else f"{'. '.join(told)}."
@@ -300,7 +302,8 @@ def fault(finding: SharedFinding) -> str:
     whose = "the kernel's fault" if finding.captured else "the fault of these roundings"
     if finding.formats.keys() - {PROBS}:
         some = f" in {finding.alike} of them" if finding.alike != finding.heads else ""
-        whose = f"the fault of a kernel or cache below 16 bits{some}"
+        what = "kernel or cache" if finding.formats.keys() & set(OPERANDS) else "last cast"
+        whose = f"the fault of a {what} below 16 bits{some}"
     return f"{whose}, or chance" if _may_be_chance(finding) else whose
 
 
@@ -330,8 +333,9 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "wrong" and finding.formats:
         return f"certain: {fault(finding)}, not the inputs'."
     if finding.label == "wrong":
-        bits = " to 8 bits" if finding.cause is None or finding.cause.of_few_bits else ""
-        return f"certain: no rounding{bits} does that; kernel at fault, or capture damaged."
+        if finding.of_few_bits:
+            return "certain: 8 bits in all rows make less; kernel or capture is at fault."
+        return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."
     if finding.label == "biased" and finding.p_adjusted is not None:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.quality import PROBS
+from attn_diag.results.quality import OPERANDS, PROBS
 from attn_diag.results.wording import source_argument
 
 # What-if's names of what keeps sites in fp32, and the sites (attn_diag.analyses.mitigation).
@@ -34,9 +34,20 @@ _MERGED = re.compile(r"(.*) \(and ranks? [\d, ]+\)")
 
 def next_of(diagnosis: Diagnosis, finding: SharedFinding) -> Line:
     """The line."""
+    if finding.cause is not None and finding.cause.kernel is not None:
+        return _declared(diagnosis, finding, finding.cause.kernel)
     if (todo := _below_16_bits(finding)) is not None:
         return Line("Next", todo)
     return Line("Next", command(diagnosis, finding), command=True, purpose=_purpose(diagnosis, finding))
+
+
+def _declared(diagnosis: Diagnosis, finding: SharedFinding, kernel: str) -> Line:
+    """To hold it against the kernel below 16 bits that it is."""
+    purpose = f"if it is meant to be {kernel}, hold it against that"
+    if (arguments := _arguments(diagnosis, finding)) is None:
+        return Line("Next", f'{purpose}: inspect it with declared="{kernel}".')
+    said = " ".join(["attn-diag inspect", *arguments, "--declared", kernel])
+    return Line("Next", said, command=True, purpose=purpose)
 
 
 def _below_16_bits(finding: SharedFinding) -> str | None:
@@ -45,6 +56,8 @@ def _below_16_bits(finding: SharedFinding) -> str | None:
         return None
     if PROBS in finding.formats:
         return "where 8 bits are meant, inspect it as the kernel that it is: --declared fa3-fp8, sage2, …"
+    if not finding.formats.keys() & set(OPERANDS):
+        return "capture it before the cast below 16 bits, and inspect that."
     return "inspect it again with q, k and v as the kernel multiplies them, code times scale."
 
 

@@ -12,8 +12,8 @@ from attn_diag import inspect
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reports.finding_words import fault, otherwise, sure
+from attn_diag.results.estimates import Verdict
 from attn_diag.results.findings import SharedFinding
-from attn_diag.results.heads import Verdict
 
 T, D = 256, 64
 HIDDEN = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -116,6 +116,6 @@ def test_what_8_bits_do_not_make_may_be_made_by_fewer() -> None:
     (finding,), verdict, _ = findings("coarse")
     assert finding.label == "wrong"
     assert "% off" in (finding.pattern or "")
-    assert "which no rounding to 8 bits in all rows makes" in finding.words
-    assert sure(finding).startswith("certain: no rounding to 8 bits does that")
+    assert finding.words == "O is 49.5 % off: row 0 is right; rows 1-255 are 52 % off."
+    assert sure(finding).startswith("certain: 8 bits in all rows make less; kernel")
     assert verdict.suggestions[0].endswith("inspect it as the kernel that it is (--declared).")

@@ -208,9 +208,10 @@ KEEPING: dict[str, Work] = {
     "0-dimensional": lambda half, _: half * torch.tensor(2.0),
     "number": lambda half, _: half * 2.5,
     "infinity": lambda half, _: half.masked_fill(half > 0, float("-inf")),
-    "in place": lambda half, wide: half.add_(wide),
-    "copy_": lambda half, wide: half.copy_(wide),
-    "setitem": lambda half, wide: half.__setitem__(0, wide[0]) or half + half,  # type: ignore[func-returns-value]
+    "in place": lambda half, wide: (half.add_(half), half.mul_(torch.tensor(0.5)), wide.add_(half)),
+    "copy_": lambda half, wide: wide.copy_(half),
+    "setitem": lambda half, _: half.__setitem__(0, half[0]) or half + half,  # type: ignore[func-returns-value]
+    "compared in place": lambda half, wide: half.gt_(wide),
     "out=": lambda half, wide: torch.add(half, half, out=wide),
     "integers": lambda half, _: half * torch.arange(4),
     "bools": lambda half, _: half * torch.ones(4, dtype=torch.bool),

@@ -137,7 +137,7 @@ def test_other_roundings_are_no_format_of_inputs(what: str) -> None:
     q, k, v = (x.bfloat16() for x in (q, k, v))
     (verdict,) = inspect(q, k, v, o=(out / total).bfloat16()).captures[0].observations[0].heads[0].quantities
     assert verdict.answer == "lossy"
-    assert not [p for p in verdict.patterns if p.formats]
+    assert not [p for p in verdict.patterns if p.formats.keys() - {"p"}]
 
 
 class Fp8Cache(torch.autograd.Function):

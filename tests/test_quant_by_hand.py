@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -178,3 +179,18 @@ def test_activations_have_no_flips() -> None:
             fake(weight(seed).requires_grad_() * 2)
             optimizer.step()
     assert [check.flips for check in monitor.checks] == [None] * 3
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_powers_of_two_that_are_too_large_are_not_called_one_scale_for_all(times: int) -> None:
+    """Of floats a larger power of two loses little but the smallest ones: several ways make the same values."""
+    w = weight(29)
+    blocks = w.reshape(64, -1, 32)
+    scale = times * torch.exp2(blocks.abs().amax(-1, keepdim=True).log2().floor() - 8)
+    values = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(w.shape)
+    found = attn_diag.quant(w, "mxfp8", observed=values)
+    assert found.outcome == "fail"
+    assert re.search(
+        r"but with (scales rounded to|one scale for).* or (scales|blocks).*, or other powers of two:", found.headline
+    )
+    assert found.next == "look at how the scales are made: the values do not tell which"

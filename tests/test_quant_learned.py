@@ -202,3 +202,26 @@ class TestGradients:
 
         found = attn_diag.quant(w, "mxfp4", observed=fake, x=x, dy=dy)
         assert found.outcome == outcome
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@BOTH
+def test_an_amax_of_half_an_integer_that_is_rounded_past_the_last_one(bits: int, dtype: torch.dtype) -> None:
+    """Scales of amax / 7.5 make it a tie: not clipped, it is 8 where fp32 says so. They are no scales with a sign."""
+    w = weight(37).to(dtype)
+    groups = w.float().reshape(64, -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True) / (2.0 ** (bits - 1) - 0.5)
+    codes = (groups / scale).round()
+    half = 2 ** (bits - 1)
+    assert bool((codes == half).any())
+
+    def told(codes: torch.Tensor) -> Any:
+        values = (codes * scale).reshape(w.shape).to(dtype)
+        return attn_diag.quant(w, attn_diag.quantizer(f"int{bits}-half-range", block="32"), observed=values)
+
+    found = told(codes)
+    assert found.outcome == "fail"
+    assert "but with codes that are not clipped:" in found.headline
+    assert told(codes.clamp(-half, half - 1)).outcome == "pass"
+    other = (groups / scale + 0.5).floor()  # ties go up
+    assert told(other.clamp(-half, half - 1)).outcome == "pass"

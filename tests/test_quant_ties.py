@@ -82,3 +82,19 @@ def test_scales_a_little_off_are_not_1_to_1_times() -> None:
     scale = torch.maximum(-low / zero, high / (255 - zero))
     found = attn_diag.quant(w, "int8-asymmetric", observed=((w / scale).round() + zero).clamp(0, 255).sub(zero) * scale)
     assert "with scales 1 to 1.00" in found.headline
+
+
+def test_the_other_number_of_a_tie_is_rounded_to_the_weights_format() -> None:
+    """As torchao 0.18's Int4WeightFakeQuantizer: in fp32, with a minimum that is no integer, and cast to BF16.
+
+    A tie between two numbers, of which the observed one is the larger, had been "more than one of its numbers away".
+    """
+    for seed in (7, 9, 10):
+        w = (0.02 * torch.randn(64, 512, generator=torch.Generator().manual_seed(seed))).bfloat16()
+        groups = w.float().reshape(64, -1, 128)
+        least = groups.amin(-1, keepdim=True)
+        scale = (groups.amax(-1, keepdim=True) - least) / 15
+        values = ((groups - least) / scale).round() * scale + least
+        by = attn_diag.quantizer("int4-asymmetric", block="128", zero_point="float")
+        found = attn_diag.quant(w, by, observed=values.reshape(w.shape).bfloat16())
+        assert found.outcome == "pass", found.headline

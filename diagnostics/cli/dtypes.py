@@ -32,7 +32,7 @@ def dtypes(
             "--fail-on",
             metavar="LABELS",
             help="Exit with 1 on: mixed (q, k and v of a call differ), alike (they are of one dtype, but not "
-            "autocast's), elsewhere (silent promotion that reaches no attention call).",
+            "autocast's), elsewhere (silent promotion that reaches no attention call, and rounding in place).",
         ),
     ] = None,
     delivery: Delivery,

@@ -166,7 +166,18 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
         truth = reference_rows(replace(subject.inputs.head, do=None), rows).out
         rounded = round_nearest_even(truth, format_of(subject.observed.dtype))
         nearest = min(nearest, _distance(rounded, subject.observed[rows]))
-    narrow, _ = search.low_bit_trials(subject, rows, scores_alone=nearest < _NEAR)
+    return _below_16_bits(subject, rows, scores_alone=nearest < _NEAR)
+
+
+def recognise_low_bit(capture: Capture, observation: str, batch: int, head: int) -> Recognised | None:
+    """The published kernel below 16 bits whose bits a head's O has, in a few rows; None: it has none's; on the CPU."""
+    device = torch.device("cpu")
+    subject = search.read_subject(capture, observation, batch, head, device)
+    return None if subject is None else _below_16_bits(subject, compared_rows(*capture.lengths(batch), device))
+
+
+def _below_16_bits(subject: search.SearchedHead, rows: Tensor, *, scores_alone: bool = False) -> Recognised | None:
+    narrow, _ = search.low_bit_trials(subject, rows, scores_alone=scores_alone)
     for trial in narrow[:1]:
         if trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), trial.recipe):
             return Recognised(trial.recipe, trial.match.agreement, trial.recipe.name)
@@ -175,12 +186,18 @@ def recognise(capture: Capture, observation: str, batch: int, head: int) -> Reco
 
 def has_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> bool:
     """Whether a head's O has a recipe's bits, in as many elements of a few rows as the right one has; on the CPU."""
+    return equal_bits(recipe, capture, observation, batch, head) is not None
+
+
+def equal_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> float | None:
+    """The part of the elements of a few rows of O that have a recipe's bits; None: fewer than of the right one."""
     device = torch.device("cpu")
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
-        return False
+        return None
     (trial,) = subject.run([recipe], compared_rows(*capture.lengths(batch), device))
-    return trial.match.agreement >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe)
+    found = trial.match.agreement
+    return found if found >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe) else None
 
 
 def compared_rows(q_length: int, k_length: int, device: torch.device) -> Tensor:

@@ -77,9 +77,14 @@ def require_declarable(name: str | None, called: str = "declared") -> None:
         )
 
 
+def is_undeclared(capture: Capture, found: Recognised) -> bool:
+    """Whether a kernel works below 16 bits, and the capture declares none."""
+    return capture.metadata.declared is None and found.recipe.name in LOW_BIT
+
+
 def undeclared_words(capture: Capture, found: Recognised | None) -> tuple[str, ...]:
     """What is said of a capture whose O has the bits of a recipe below 16 bits that it does not declare."""
-    if found is None or capture.metadata.declared is not None or found.recipe.name not in LOW_BIT:
+    if found is None or not is_undeclared(capture, found):
         return ()
     name = found.recipe.name
     equal = f"{share(found.agreement)} of " if found.agreement is not None else ""

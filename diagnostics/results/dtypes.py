@@ -52,8 +52,9 @@ class DtypeEvent:
 
     kind: Kind
     """widened: operands of several dtypes gave one as wide as the widest or wider, which nobody asked for and autocast
-    does not use; narrowed: one narrower than the widest and than autocast's; cast: the code names the dtype
-    (``.float()``, ``.to(…)``, ``dtype=…``); policy: a rule of autocast or of the operation."""
+    does not use; narrowed: one narrower than the widest and than autocast's, or a tensor of 16 bits is updated in place
+    with wider values; cast: the code names the dtype (``.float()``, ``.to(…)``, ``dtype=…``), or copies wider values
+    into a tensor; policy: a rule of autocast or of the operation."""
     severity: Severity
     """mixed: it is why q, k and v of some attention call differ; alike: it reaches q, k or v of a call where all have
     one dtype, but not autocast's; elsewhere: neither."""
@@ -73,11 +74,15 @@ class DtypeEvent:
     """How often this very call did it."""
     fix: str
     """What to do, in words."""
+    written: TracedOperand | None = None
+    """The tensor into which it wrote in place (of a view the one that it is a part of), the first time; null: a new one
+    was made."""
 
     def sentence(self) -> str:
         """What was computed from what, in one line."""
         where = "" if self.source is None else f" at {self.source}"
-        return f"{self.operation}({', '.join(map(str, self.operands))}) gives {self.result}{where}"
+        result = self.result if self.written is None else f"{self.written} values"
+        return f"{self.operation}({', '.join(map(str, self.operands))}) gives {result}{where}"
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,11 @@ class DtypeDrift(Result):
     def mixed_calls(self) -> tuple[TracedCall, ...]:
         """The calls whose q, k and v differ."""
         return tuple(call for call in self.calls if call.differing)
+
+    @property
+    def rounded(self) -> tuple[DtypeEvent, ...]:
+        """The findings that round wider values into a tensor of 16 bits, in place."""
+        return tuple(event for event in self.findings if event.written is not None)
 
     @property
     def labels(self) -> frozenset[Severity]:

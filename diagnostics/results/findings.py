@@ -178,6 +178,11 @@ class SharedFinding:
         return {} if self.cause is None else self.cause.formats
 
     @property
+    def of_few_bits(self) -> bool:
+        """Whether operands of fewer than 8 bits might make what is wrong: it is only known how far off it is."""
+        return self.label == "wrong" and (self.cause is None or self.cause.of_few_bits)
+
+    @property
     def rounding_known(self) -> bool:
         """Whether what rounds is named, or where and how it is off."""
         return bool(self.site or self.pattern) or "as where" in self.words

@@ -16,11 +16,11 @@ LOSSY, AS_GOOD = 1.25, 1.1
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
-PROBS = "p"
-"""P_bar among the operands of ``Pattern.formats``."""
-SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands")
+OPERANDS, PROBS = ("q", "k", "v"), "p"
+"""Names in ``Pattern.formats``; p: P_bar."""
+SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored", "kernel")
 """Kinds of patterns of an error that all numbers share: a factor or scale near 1, another softcap, half an ulp, or q,
-k, v or P_bar in a format below 16 bits."""
+k, v, P_bar or the result itself in a format below 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class Pattern:
     features: tuple[tuple[int, int], ...] = ()
     """Likewise the features, where it is in some alone."""
     formats: dict[str, str] = field(default_factory=dict)
-    """Operands (q, k, v; p: P_bar) that lost their bits in a format below 16, and which; empty: it is something
-    else."""
+    """What lost its bits in a format below 16 (q, k, v; p: P_bar; or the quantity itself), and which format; empty: it
+    is something else."""
+
+    kernel: str | None = None
+    """The published kernel below 16 bits that O has the bits of, though it was not declared; null: none."""
 
     @property
     def of_few_bits(self) -> bool:
@@ -103,10 +106,14 @@ class QuantityVerdict:
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
 
 
-def no_rounding(unit: str, patterns: Sequence[Pattern]) -> str:
-    """What is said behind how far off a wrong quantity is, of ``unit`` rows or keys, which shows these patterns."""
-    few_bits = not patterns or patterns[0].of_few_bits
-    return f"which no rounding{f' to 8 bits in all {unit}' if few_bits else ''} makes"
+def no_rounding(patterns: Sequence[Pattern]) -> str:
+    """What is said behind how far off a wrong quantity is that shows these patterns.
+
+    Fewer bits than 8 make as much in all rows, and 8 in some rows alone.
+    """
+    if patterns and not patterns[0].of_few_bits:
+        return ", which no rounding makes"
+    return ", which no 8-bit rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
 
 
 # How a verdict's words end where rows that see no key hold something.

@@ -64,6 +64,8 @@ class OtherFunction:
     """Whether it is keys that are hidden, or shown, of the call by itself."""
     estimated: bool = False
     """Whether what the options say was read off O, and is known to some digits alone."""
+    rounded: bool = False
+    """Whether a format below 16 bits makes it, which is a rounding."""
 
     @property
     def known(self) -> bool:
@@ -75,14 +77,15 @@ class OtherFunction:
         fits = "; no scale, mask or layout tried fits" if self.fits is None else f"; with {self.fits} it fits"
         return (
             f"{case.name}: O is {percent(self.relative_error)} off softmax(scale Q K^T) V as stated "
-            f"({stated_words(case)}), which no rounding explains: it {self.words}{fits}"
+            f"({stated_words(case)}){'' if self.rounded else ', which no rounding explains'}: it {self.words}{fits}"
         )
 
     def again(self, name: str, asked: Again, also: Sequence[str] = ()) -> str | None:
         """The command ``name`` with what is right, or a call that is; None where nothing is known that fits."""
         if self.call is not None or not self.options:
             return self.call
-        command = asked.command(name, [*self.options, *also])
+        # A kernel below 16 bits is declared to check alone.
+        command = asked.command("check" if self.rounded else name, [*self.options, *also])
         return f"{command} (with the kernel's own: these are read off O)" if self.estimated else command
 
 
@@ -116,7 +119,8 @@ def fit_of(
         return stated.error, _with_other_mask(case, o, target, device, stated.error)
     if words is not None:
         return stated.error, OtherFunction(stated.error, words, of_mask=True)
-    return stated.error, OtherFunction(stated.error, _pattern_words(capture, device) if patterns else _UNEXPLAINED)
+    unexplained = OtherFunction(stated.error, _UNEXPLAINED)
+    return stated.error, (_of_pattern(capture, device, stated.error) or unexplained) if patterns else unexplained
 
 
 def _whole_mask(case: CaseInputs) -> str:
@@ -287,11 +291,16 @@ def _rounded(scale: float) -> float:
     return float(f"{round(whole) ** -0.5:.9g}") if near else scale
 
 
-def _pattern_words(capture: Capture, device: torch.device) -> str:
-    """What ``inspect`` says of O."""
+def _of_pattern(capture: Capture, device: torch.device, error: float) -> OtherFunction | None:
+    """What ``inspect`` says of O; None where it finds no pattern."""
     observations = inspect_captures([capture], device=device.type).captures[0].observations
     of_o = (v for one in observations for head in one.heads for v in head.quantities if v.quantity == "o")
     for verdict in of_o:
-        if verdict.patterns and (verdict.answer == "wrong" or verdict.patterns[0].kind == "operands"):
-            return f"returns an O of which {verdict.patterns[0].words}"
-    return _UNEXPLAINED
+        for pattern in verdict.patterns[:1]:
+            if pattern.kernel is not None:
+                options = (f"--declared {pattern.kernel}",)
+                words = f"has the bits of {pattern.kernel}, a kernel below 16 bits"
+                return OtherFunction(error, words, f"declared={pattern.kernel}", options, rounded=True)
+            if verdict.answer == "wrong" or pattern.formats:
+                return OtherFunction(error, f"returns an O of which {pattern.words}", rounded=bool(pattern.formats))
+    return None

@@ -37,7 +37,7 @@ from attn_diag.captures.sources import KEYED
 from attn_diag.head.baseline import Engine, Recognised, engine_backend, run_recipe, select_recipes
 from attn_diag.head.certification import Certify
 from attn_diag.head.counterfactual import covers
-from attn_diag.head.declared import declared_recipe, undeclared_words
+from attn_diag.head.declared import declared_recipe, is_undeclared, undeclared_words
 from attn_diag.head.figure_sums import head_figures
 from attn_diag.head.gradient_sums import GradientSums
 from attn_diag.head.kept_truths import KeptTruths
@@ -94,8 +94,7 @@ class CaptureJob:
         self.unknown, self.device, self.level, self.certify = found.unknown, device, level, certify
         if certify is not None:
             certify.require_rows(capture.source, capture.q_length)
-        self.engine = runs.engine
-        self.captured = select_observations(capture, selection.observation)
+        self.engine, self.captured = runs.engine, select_observations(capture, selection.observation)
         self.recipes = select_recipes(capture, runs.recipes, runs.engine, needed=not self.captured)
         self.heads, self.batches = select_heads(capture, selection)
         self.absorbed = found.items_by_output(self.batches)
@@ -109,12 +108,10 @@ class CaptureJob:
         self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
         # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
         self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
-        self.entries: dict[str, list[Entry]] = {}
-        self.by_key_head: dict[str, tuple[KvHeadDiagnosis, ...]] = {}
-        self.shared: dict[int, dict[int, SharedRows]] = {}  # head -> sequence
-        self.notes: list[str] = []
-        self.patterns, self.unnamed = CapturePatterns(capture, device), UnnamedKernels(self.opened)
+        self.entries, self.by_key_head = dict[str, list[Entry]](), dict[str, tuple[KvHeadDiagnosis, ...]]()
+        self.shared, self.notes = dict[int, dict[int, SharedRows]](), list[str]()  # head -> sequence
         self.recognised = {name: Recognised(recipe, None, recipe.name) for name, recipe in runs.made_by.items()}
+        self.patterns, self.unnamed = self._asked()
         self.assumptions: Assumptions
         self.ahead: list[GroupMeasurement] | None = None
         """Its groups, where they were measured together with those of other captures."""
@@ -142,7 +139,7 @@ class CaptureJob:
             self.notes.append(projection.note)
         for name in [n for n in self.captured if n not in self.recognised]:
             found = self.opened.recognise(name, *self.first)
-            if found is not None and self.assumptions.ok:
+            if found is not None and (self.assumptions.ok or is_undeclared(self.capture, found)):
                 self.recognised[name] = found
         if len(self.batches) > 1:
             self.shared = {head: shared_rows(self.capture, self.batches, head) for head in self.heads}
@@ -199,7 +196,10 @@ class CaptureJob:
         """Forget what the entries were made from: about a hundred times as much as they are, with long sequences."""
         self.measured, self.key_sums, self.broken_keys, self.shared, self.tested, self.ahead = {}, {}, {}, {}, {}, None
         self.opened = replace(self.opened, tensors=None)  # what it knows of the recipes stays
-        self.patterns, self.unnamed = CapturePatterns(self.capture, self.device), UnnamedKernels(self.opened)
+        self.patterns, self.unnamed = self._asked()
+
+    def _asked(self) -> tuple[CapturePatterns, UnnamedKernels]:
+        return CapturePatterns(self.capture, self.device, self.recognised), UnnamedKernels(self.opened)
 
     def tested_entries(self) -> Iterable[Entry]:
         """Entries whose tests count: none where the assumptions fail; the pooled one only beside several heads."""

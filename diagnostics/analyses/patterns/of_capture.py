@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,14 +15,17 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
+from attn_diag.analyses.patterns.of_kernel import UndeclaredKernels
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.of_operands import HeldOperands
 from attn_diag.analyses.patterns.of_samples import made_by_rounding, rows_outlying, rows_unlike, squared_size
+from attn_diag.analyses.patterns.of_stored import stored_below
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.paged import PagedKeys
+from attn_diag.head.baseline import Recognised
 from attn_diag.head.cut_heads import read_cut
 from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.other_documents import merged, near, seen_in_out
@@ -55,7 +58,8 @@ _OUTPUTS = ("o", "dq", "dk", "dv")
 class CapturePatterns:
     """Finds where and how quantities of a capture are wrong."""
 
-    def __init__(self, capture: Capture, device: torch.device) -> None:
+    def __init__(self, capture: Capture, device: torch.device, recognised: Mapping[str, Recognised]) -> None:
+        """``recognised``: by observation, the published kernel that its first head shows."""
         self.beside: Sequence[Capture] = ()
         self._caches: dict[tuple[str, int], CacheReading | None] = {}
         self._capture, self._device = capture, device
@@ -63,7 +67,7 @@ class CapturePatterns:
         self._shown = defaultdict[tuple[str, str], set[tuple[str, str]]](set)  # by observation and quantity
         self._group = capture.q_heads // capture.kv_heads
         self._kept: tuple[object, HeadTruths] | None = None
-        self._held = HeldOperands()
+        self._held, self._kernels = HeldOperands(), UndeclaredKernels(capture, recognised)
 
     def explain(
         self,
@@ -111,6 +115,11 @@ class CapturePatterns:
         rounded = coarse and all(map(made_by_rounding, found))
         output = verdict.quantity in _OUTPUTS
         low_bit = verdict.declared is None and (output or verdict.quantity == "lse")
+        if verdict.declared is None and math.isfinite(size):
+            kernel = self._kernels.pattern(observation, batch, head, evidence)
+            stored = stored_below(evidence) if verdict.quantity in _OUTPUTS and kernel is None else None
+            if (below := kernel or stored) is not None:
+                return with_patterns(verdict, [below])
         known = self._held.known(observation, evidence, math.sqrt(size)) if coarse and low_bit else None
         patterns = [known] if known else [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in rows_unlike(one)]
@@ -149,11 +158,16 @@ class CapturePatterns:
         return with_patterns(verdict, patterns, where)
 
     def held(self, observation: str, part: HeadMeasurement) -> bool:
-        """Whether the O of a head is that of q, k or v that were held below 16 bits."""
+        """Whether the O of a head was stored below 16 bits, or is that of q, k or v that were held there."""
         where, o = (observation, part.batch, part.head), part.quality["o"]
         lossy = QuantityVerdict("o", "lossy", "")
         evidence = partial(self._evidence, *where, lossy, (), (), None)
-        return o.declared == "" and self._held.pattern(*where, evidence, "o", math.sqrt(squared_size(o))) is not None
+        if o.declared != "":
+            return False
+        size = math.sqrt(squared_size(o))
+        if self._kernels.pattern(*where, evidence()) is not None:
+            return True
+        return stored_below(evidence()) is not None or self._held.pattern(*where, evidence, "o", size) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""

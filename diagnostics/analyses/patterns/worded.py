@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
 from attn_diag.captures.metadata import Metadata
-from attn_diag.captures.sources import KEYED
 from attn_diag.results.quality import SHARED_ERRORS, Pattern, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, percent
 
@@ -49,10 +48,9 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         patterns = (first, *patterns[1:])
     if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", *SHARED_ERRORS):
         return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
-    if first.kind == "operands":
-        words = verdict.words.partition(", which no rounding ")[0]
+    if first.formats:
+        words = verdict.words.partition(", which no ")[0]
         return replace(verdict, words=f"{words}: {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
-    unit = "keys" if verdict.quantity in KEYED else "rows"
-    words = f"{name} is {off or 'off'}, {no_rounding(unit, patterns)}: {where}{first.words}."
+    words = f"{name} is {off or 'off'}{no_rounding(patterns)}: {where}{first.words}."
     return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))

@@ -32,9 +32,13 @@ _BOTH = (
     "q, k or v and P̄ lost their bits before they were multiplied. Where that is meant, declare the kernel (--declared "
     "fa3-fp8, sage2, …): then it is held against one that has no more bits."
 )
-LOW_BITS = (OPERANDS, _PROBS, _BOTH)
+_STORED = (
+    "The result lost its bits when it was stored. Where that is meant (an O in FP8 for the next product), capture it "
+    "before that cast: then all else is judged."
+)
+LOW_BITS = (OPERANDS, _PROBS, _BOTH, _STORED)
 MEAN_OF_OPERANDS = (
-    "Bits that q, k, v or P̄ lost make a mean error of O as well: test it again without that loss, or declared."
+    "Bits that q, k, v, P̄ or O lost make a mean error of O as well: test it again without that loss, or declared."
 )
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
 # E4M3 leaves 4 to 11 times (P) and 12 to 26 times (all operands too) a well-rounded BF16 kernel's error at 256 keys.
@@ -94,7 +98,10 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     if known in LOW_BITS and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
         return known
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
-        return SUGGESTIONS["wrong"].replace("No rounding", "No rounding to 8 bits", 1) + _OR_FEWER_BITS
+        return (
+            SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
+            + _OR_FEWER_BITS
+        )
     return SUGGESTIONS["wrong"]
 
 
@@ -104,8 +111,10 @@ def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
         return KEPT_WHOLE
     if lossy and all(q.site == "gradient_accumulator" for q in lossy):
         return _ADDED_UP
-    if lossy and all(q.patterns and q.patterns[0].kind == "operands" for q in lossy):
+    if lossy and all(q.patterns and q.patterns[0].formats for q in lossy):
         lost = {name for q in lossy for name in q.patterns[0].formats}
+        if all(q.quantity in q.patterns[0].formats for q in lossy):
+            return _STORED
         return OPERANDS if PROBS not in lost else _PROBS if lost == {PROBS} else _BOTH
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED

@@ -50,7 +50,8 @@ def outcome_of(
         search: Looks for what makes such an O (True: such an L) where the findings do not name it.
     """
     if other is not None:
-        certain = f"On N(0,1) inputs O is {percent(other.relative_error)} off, which no rounding makes"
+        certain = f"On N(0,1) inputs O is {percent(other.relative_error)} off"
+        certain += "" if other.rounded else ", which no rounding makes"
         if other.fits is None:
             evidence = (
                 f"{certain}; no scale, mask or layout that was tried fits. Nothing else was probed: mend that first."

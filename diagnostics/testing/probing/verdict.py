@@ -184,7 +184,8 @@ def _wrong_function(assumptions: ProbeAssumptions, name: str) -> str:
         f"K^T) V with {said}"
     )
     if assumptions.fits is not None:
-        return f"{words}; with {assumptions.fits} it fits: probe it so. Nothing was probed."
+        ask = "check" if assumptions.fits.startswith("declared") else "probe"
+        return f"{words}; with {assumptions.fits} it fits: {ask} it so. Nothing was probed."
     return f"{words}, nor with other scales, masks and layouts that were tried. Nothing was probed."
 
 

@@ -14,7 +14,7 @@ from attn_diag.kernels.elements import CodeBook, Integers
 from attn_diag.kernels.formats import Mode, Rounding, round_to
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Arithmetic, Quantizer, name_changed, scale_rounding
-from attn_diag.testing.quantizing.mistakes import WRAP, mistakes, of_clipping
+from attn_diag.testing.quantizing.mistakes import UNCLIPPED, WRAP, mistakes, of_clipping
 from attn_diag.testing.quantizing.own_format import CASTS, computed_in, orders, rounded_logarithms
 from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer
 
@@ -128,12 +128,25 @@ def changes(
         wrong = mistakes(by, (w.shape[0], w.shape[1])) if alone and not start.amax_factor else of_clipping(by)
         if by.scale_of == "extreme" and not alone:
             wrong = iter(())  # unclipped its numbers are those of amax mapped alike
-        # Where amax is a tie between two integers, what wraps may be what is clipped: a value has to turn over.
-        turned = not by.symmetric or bool((observed.double() * w.double() < 0).any())
+        # Where amax is a tie between two integers, what wraps may be what is clipped, and so may what is not clipped: a
+        # value has to turn over, or to pass the last number.
+        seen = {WRAP: not by.symmetric or bool((observed.double() * w.double() < 0).any())}
+        seen[UNCLIPPED] = not by.symmetric or _passes_the_last(start, w, observed)
         found += [
-            replace(start, words=_and(start, one.words), mistake=one) for one in wrong if turned or one.words != WRAP
+            replace(start, words=_and(start, one.words), mistake=one) for one in wrong if seen.get(one.words, True)
         ]
     return (candidate for candidate in found if candidate is not None)
+
+
+def _passes_the_last(start: PossibleQuantizer, w: Tensor, observed: Tensor) -> bool:
+    """Whether some value lies beyond what an integer is clipped to; without a zero point."""
+    elements = start.by.parsed_elements
+    if not isinstance(elements, Integers):
+        return False
+    made = start.values(w)
+    ends = (made.codes == elements.lowest) | (made.codes == elements.highest)
+    further = made.values.double().abs()[ends] * (1 + 2.0**-elements.bits)  # half way to the next integer, about
+    return bool((observed.double().abs()[ends] > further).any())
 
 
 def blocks_of(block: str) -> str:

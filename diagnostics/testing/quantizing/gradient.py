@@ -53,6 +53,7 @@ _DENSER = 3.0
 # What a mask of the clipped elements leaves out beside them where it is made of torch.clamp's gradient (torch 2.14). In
 # the function's own format a few elements become other numbers.
 _ENDS, _MOST = "elements that become the grid's first or last number", 0.98
+_UNDERFLOW = "as where it underflows"
 # Of fewer lines there is no typical one; of each line so many elements, and such a part, are left out.
 _LINES, _LEFT_OUT, _PART_LEFT_OUT = 8, 4, 0.05
 
@@ -141,6 +142,7 @@ def straight_through(
         if right and lost.double().mean() >= _MOST and kept[rest].double().mean() >= _MOST:
             at_ends, inside = f"in {_ENDS} its gradient is 0 times dyᵀ x where nothing is clipped, elsewhere 1", rest
     turned = _turned(w, given, gradient, inside, by)
+    not_reached = _lost(w, given, gradient, inside, found.values)
     one_side = _one_side(given, clipped, w) if inner_right else None
     return StraightThrough(
         rows=len(x),
@@ -152,7 +154,7 @@ def straight_through(
         clipped=of_clipped,
         clipped_gain=float(moved[clipped].sum()) / own if own else None,
         draws=DRAWS,
-        apart=_lines_apart(given, gradient, inside, by) or at_ends or one_side or turned,
+        apart=_lines_apart(given, gradient, inside, by) or at_ends or one_side or turned or not_reached,
         off=math.sqrt(_part((given - gradient).square() * inside, gradient.square() * inside)),
     )
 
@@ -172,6 +174,24 @@ def _turned(w: Tensor, given: Tensor, gradient: Tensor, inside: Tensor, by: Quan
     if not _SAME < part < _MOST:
         return None
     return f"in elements with {percent(part)} of dyᵀ x its gradient has the other sign where nothing is clipped"
+
+
+def _lost(w: Tensor, given: Tensor, gradient: Tensor, inside: Tensor, values: Tensor) -> str | None:
+    """In which elements no gradient arrives where nothing is clipped; None: in hardly any, or in nearly all.
+
+    Weights of 0 are left out, which are pruned ones perhaps.
+    """
+    counted = inside & (gradient != 0) & (w != 0)
+    lost = counted & (given == 0)
+    part = int(lost.sum()) / max(int(counted.sum()), 1)
+    if not _SAME < part < _MOST:
+        return None
+    zeros = counted & (values == 0)
+    if int((lost & zeros).sum()) >= _MOST * max(int(lost.sum()), int(zeros.sum())):
+        return "in elements that become 0 its gradient is 0 times dyᵀ x where nothing is clipped"
+    kept = gradient[counted & ~lost].abs().median()
+    small = f", mostly the smaller ones, {_UNDERFLOW}" if gradient[lost].abs().median() < kept / 2 else ""
+    return f"in {percent(part)} of the elements its gradient is 0 where nothing is clipped{small}"
 
 
 def _one_side(given: Tensor, clipped: Tensor, w: Tensor) -> str | None:
@@ -238,6 +258,7 @@ def with_gradient(found: StraightThrough, verdict: tuple[str, str, str | None]) 
     if found.apart is not None:
         where = found.apart.partition(" its")[0]
         why = ": since torch 2.14 torch.clamp has no gradient at its own limits" if _ENDS in where else ""
+        why = ": in 8 or 16 bits a gradient needs a scale of its own" if _UNDERFLOW in found.apart else why
         return "fail", f"{verdict[1]}, but {found.apart}", f"look at the backward {where}{why}"
     if found.inner_right:
         return verdict

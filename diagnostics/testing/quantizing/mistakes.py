@@ -194,18 +194,20 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
         return
     half = 2 ** (elements.bits - 1)
 
+    nearly = 1.0, 1 - _TIE, 1 + _TIE
+
     def wrapped(grid: Grid) -> list[Tensor]:
         # Of a target between two integers amax itself is a tie, which the arithmetic decides.
         steps = grid.steps()
         out = []
-        for near in (1.0, 1 - _TIE, 1 + _TIE):
+        for near in nearly:
             other = grid.steps(near)
             steps = torch.where((steps.abs() >= half) | (other.abs() >= half), other, steps)
             out.append(grid.of((steps + half).remainder(2 * half) - half))
         return out
 
     yield QuantizerMistake(WRAP, wrapped)
-    yield QuantizerMistake(UNCLIPPED, lambda grid: [grid.of(grid.steps())])
+    yield QuantizerMistake(UNCLIPPED, lambda grid: [grid.of(grid.steps(near)) for near in nearly])
     if by.symmetric:
         low, high = elements.lowest + 1.0, elements.highest - 1.0
         yield QuantizerMistake(

@@ -173,7 +173,8 @@ def strays(candidate: PossibleQuantizer, w: Tensor, observed: Tensor) -> Tensor:
         least = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
         step = (made.codes.double().abs() * 2.0**-fmt.mantissa_bits).clamp(min=least)
     apart = (made.values.double() - observed.double()).abs()
-    slack = torch.finfo(observed.dtype).eps * made.values.double().abs()
+    # The other number of a tie may be the larger of the two, and is rounded to its own format.
+    slack = torch.finfo(observed.dtype).eps * torch.maximum(made.values.double().abs(), observed.double().abs())
     # Where a block's own scale becomes 0, others keep their smallest one; but of zeros any scale makes zeros.
     lost = (apart > step * scale * (1 + _FACTOR_TOLERANCE) + slack) & (scale > 0)
     return lost | (~in_filled_blocks(w, candidate.by) & (observed != 0))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_diag.errors import InputError
 from attn_diag.head.machine import describe_tool
+from attn_diag.kernels.elements import Integers
 from attn_diag.kernels.formats import Mode
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import Quantizer
@@ -24,7 +25,7 @@ from attn_diag.testing.quantizing.figures import Means, QuantizationErrors, beyo
 from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, notes_of, straight_through, with_gradient
 from attn_diag.testing.quantizing.mistakes import UNCLIPPED
-from attn_diag.testing.quantizing.possible import DECLARED, PossibleQuantizer, strays
+from attn_diag.testing.quantizing.possible import DECLARED, SAME, PossibleQuantizer, strays
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
@@ -266,15 +267,23 @@ def _verdict(
     drawn = made.by.parsed_elements.mode is Mode.STOCHASTIC
     if declared is not None and not made.words.startswith(DECLARED):
         own = next(m for m in matches if m.words.startswith(DECLARED))
+        others = [m for m in matches if m.words not in (made.words, own.words)]
         # Of 8 bits hardly an element tells these two apart.
-        alike = [m.words for m in matches[1:] if (m.equal, m.words) == (matches[0].equal, UNCLIPPED)]
-        said = " or ".join([made.words, *(alike if made.by.scale_of == "extreme" else [])])
+        alike = [m.words for m in others if (m.equal, m.words) == (matches[0].equal, UNCLIPPED)]
+        alike = alike if made.by.scale_of == "extreme" else []
+        # Powers of two more or less hardly change what floats can be: scales that are made in several ways fit.
+        powers = made.by.scale.startswith("e8m0") and not isinstance(made.by.parsed_elements, Integers)
+        if powers and made.by.parsed_elements == declared.parsed_elements:
+            alike = [m.words for m in others if m.equal >= SAME and not m.words.startswith(DECLARED)][:1]
+        said = " or ".join([made.words, *alike]) + ", or other powers of two" * (powers and bool(alike))
         said += ", or up and down as somebody learned it (AdaRound)" if drawn else ""
         return (
             "fail",
             f"not {declared.name}, which gives {percent(own.equal, '.1f')} of the values, but "
             f"{'' if said.startswith('with') else 'with '}{said}: {percent(matches[0].equal, '.2f')}",
-            _declaring(made) or _declaring_scales(made),
+            "look at how the scales are made: the values do not tell which"
+            if powers and alike
+            else _declaring(made) or _declaring_scales(made),
         )
     if drawn:
         for found, what in ((means.mean, "their mean error is"), (means.away, "away from zero their mean error is")):

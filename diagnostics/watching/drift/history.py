@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -20,19 +19,16 @@ from torch import Tensor
 
 from attn_diag.captures.validity import short
 from attn_diag.results.dtypes import Kind, SourceLine, Step, TracedOperand
+from attn_diag.watching.drift.in_place import PRECISION, Part, Writing, is_rounded, part, tensors, writing_of
 from attn_diag.watching.drift.source import compiled_function, is_users, name_of, operation_name, source_line
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *_FP8)
-# Complex numbers count as their parts: rotary embeddings pass through complex64 without a change of precision.
-_PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
-PRECISION = {dtype: dtype for dtype in _FLOATING} | _PARTS
 
 _CASTS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"})
 
 _LONGEST_PATH = 64
 # A residual stream goes back to all of its additions; this many are kept.
 _MOST_CHANGES = 16
+# From a state back to itself: it is widened, meets other operands in 16 bits, and is cast.
+_MOST_CHANGES_AGO = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +42,16 @@ class DtypeChange:
     """Autocast's dtype; None where it is off."""
     operands: tuple[TracedOperand, ...]
     source: SourceLine | None
+    written: TracedOperand | None = None
+    """The tensor that was written into; None: a new one was made."""
+    rounds: bool = False
+    """Whether some operand was wider than the result."""
     count: int = 0
+    read: dict[Part, tuple[int, int]] = field(default_factory=dict)
+    """What the last such call was given, and what that was made of: after how many operations, how many changes ago."""
+    states: dict[Part, tuple[ref[Tensor], int, bool]] = field(default_factory=dict)
+    """Where such calls wrote what was made of what stood there: in which tensor, after how many operations, and whether
+    what they had written was read for it."""
     reaches_mixed: set[str] = field(default_factory=set)
     """Which of q, k and v it reaches in attention calls that mix dtypes."""
     reaches_alike: set[str] = field(default_factory=set)
@@ -114,7 +119,7 @@ class History:
     @property
     def changes(self) -> list[DtypeChange]:
         """All changes of dtype, in order of appearance."""
-        return [change for change in self._changes.values() if change is not None]
+        return [change for change in self._changes.values() if change is not None and change.count]
 
     def of(self, tensor: Tensor) -> Made | None:
         """How a tensor was made; None where that was not inside the trace."""
@@ -135,6 +140,7 @@ class History:
         for x in given:
             if x is result:
                 # In place, or returned as it came: its dtype has the history it had.
+                self.note_written(func, args, kwargs, result)
                 return
             other = PRECISION.get(x.dtype)
             if other is not dtype:
@@ -155,8 +161,84 @@ class History:
             change = self._changes[key]
             if change is not None:
                 change.count += 1
+                change.read = self._read(given) | dict.fromkeys(map(part, given), (self.operations, 0))
                 previous, changes = None, change.alone
         table[id(result)] = Made(ref(result), dtype, func, code, instruction, previous, changes)
+
+    def note_written(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, into: Tensor
+    ) -> None:
+        """Record that a call wrote into a tensor that it was given, where that rounds wider values to its dtype."""
+        if (writing := writing_of(func, args, kwargs, into)) is None:
+            return
+        read_at, _ = self._read(writing.values).get(writing.part, (None, 0))
+        if writing.rounds and any(part(x) == writing.part for x in writing.values):
+            read_at = self.operations
+        origins = self._origins(writing.values)
+        cast = next((c for c in origins if c.rounds and writing.part in c.read), None)  # just before
+        if not writing.rounds and (cast is None or read_at is None):
+            return
+        frame = self.user_frame()
+        operands = writing.values if writing.rounds or cast is None else cast.operands
+        # Of 16 bits and fewer: what float32 loses of float64 is no drift.
+        narrow = into.dtype.itemsize <= 2
+        if writing.updates and narrow:
+            self._change_written("narrowed", func, writing, into, operands, frame).count += 1
+            return
+        copies = self._change_written("cast", func, writing, into, operands, frame)
+        again = 0 if read_at is None else self._again(copies, writing, read_at)
+        if again and narrow:
+            self._change_written("narrowed", func, writing, into, operands, frame).count += again
+            copies.count -= writing.rounds and again > 1  # the first one was no cast either
+        else:
+            copies.count += writing.rounds  # a cast just before counts by itself
+
+    def _change_written(
+        self, kind: Kind, func: Callable[..., Any], writing: Writing, into: Tensor,
+        operands: tuple[Tensor | TracedOperand, ...], frame: FrameType | None,
+    ) -> DtypeChange:  # fmt: skip
+        """The record of such calls at this place, of which some may be casts and others the updates of a state."""
+        code, instruction = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
+        key = ("written", kind, func, id(code), instruction, into.dtype)
+        change = self._changes.get(key)
+        if change is None:
+            change = self._changes[key] = DtypeChange(
+                kind=kind,
+                func=func,
+                result=PRECISION[into.dtype],
+                regime=autocast_dtype(into.device.type),
+                operands=tuple(
+                    x if isinstance(x, TracedOperand) else self._operand(x, frame)
+                    for x in operands
+                    if isinstance(x, TracedOperand) or x.dtype in PRECISION
+                ),
+                source=None if frame is None else source_line(frame.f_code, frame.f_lasti),
+                written=self._operand(writing.holder, frame),
+            )
+        return change
+
+    def _again(self, change: DtypeChange, writing: Writing, read_at: int) -> int:
+        """How many such calls are found to have updated a state: 0 of the first, which may be a cast, and then 2.
+
+        What is written was made of what such a call wrote there before. A master weight in fp32 was made of its weight
+        too, but before all that was written there.
+        """
+        written, at, known = change.states.get(writing.part, (None, 0, False))
+        again = written is not None and written() is writing.holder and read_at > at
+        change.states[writing.part] = ref(writing.holder), self.operations, again
+        return again + (again and not known)
+
+    def _origins(self, given: Iterable[Tensor]) -> list[DtypeChange]:
+        return [change for x in given if (made := self.of(x)) is not None for change in made.changes]
+
+    def _read(self, given: Iterable[Tensor]) -> dict[Part, tuple[int, int]]:
+        """What tensors were made of by the last changes of dtype, and when that was read."""
+        origins = self._origins(given)
+        return {x: (at, n + 1) for c in origins for x, (at, n) in c.read.items() if n < _MOST_CHANGES_AGO}
+
+    def _operand(self, x: Tensor, frame: FrameType | None) -> TracedOperand:
+        shape = () if x.is_nested else tuple(x.shape)  # nested tensors have none, or one of symbols
+        return TracedOperand(name_of(x, frame), short(x.dtype), shape, self._line(x))
 
     def _change(
         self,
@@ -172,11 +254,10 @@ class History:
         kind = _kind_of_change(func, args, kwargs, floating, result, regime)
         if kind is None:
             return None
-        operands = tuple(
-            TracedOperand(name_of(x, frame), short(x.dtype), tuple(x.shape), self._line(x)) for x in floating
-        )
+        operands = tuple(self._operand(x, frame) for x in floating)
         source = None if frame is None else source_line(frame.f_code, frame.f_lasti)
-        return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source)
+        rounds = any(is_rounded(x.dtype, result.dtype) for x in floating)
+        return DtypeChange(kind, func, PRECISION[result.dtype], regime, operands, source, rounds=rounds)
 
     def _line(self, tensor: Tensor) -> SourceLine | None:
         made = self.of(tensor)
@@ -201,17 +282,6 @@ class History:
 
 def _union(some: tuple[DtypeChange, ...], others: tuple[DtypeChange, ...]) -> tuple[DtypeChange, ...]:
     return (*some, *(change for change in others if change not in some))[:_MOST_CHANGES]
-
-
-def tensors(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
-    """The tensors among the arguments of a call, also in its lists."""
-    found = []
-    for x in chain(args, kwargs.values()) if kwargs else args:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, (list, tuple)):
-            found += tensors(x, None)
-    return found
 
 
 def _kind_of_change(

@@ -17,9 +17,13 @@ from attn_diag.results.dtypes import (
     TracedCall,
     TracedOperand,
 )
+from attn_diag.results.wording import plural
 from attn_diag.watching.drift.calls import Call, CallLog
 from attn_diag.watching.drift.history import DtypeChange, History, short_or_none
 from attn_diag.watching.drift.source import operation_name
+
+# Sentences of tensors that are rounded in place; the report lists them all.
+_MOST_NAMED = 3
 
 _ORDER: tuple[Severity, ...] = ("mixed", "alike", "elsewhere")
 
@@ -58,6 +62,7 @@ def event_of(change: DtypeChange) -> DtypeEvent:
         source=change.source,
         count=change.count,
         fix="",
+        written=change.written,
     )
     return replace(event, fix=_event_fix(event))
 
@@ -85,6 +90,8 @@ def _call(call: Call) -> TracedCall:
 def _event_fix(event: DtypeEvent) -> str:
     """What to do about an operation that changes dtypes."""
     result, operands = event.result, event.operands
+    if event.written is not None:
+        return f"Keep {event.written.name or 'it'} in {' or '.join(wider(event))}, and cast it where it is read."
     if event.kind == "cast":
         return f"The code asks for {result} here: leave the cast out, or cast back before the attention."
     if event.kind == "policy":
@@ -151,18 +158,24 @@ def _sentences(drift: DtypeDrift) -> tuple[str, ...]:
             said = f"mixes dtypes: {'; '.join(dict.fromkeys(_cause(name, call) for name in call.differing))}"
         cast = f"; autocast makes all three {call.regime} inside" if call.settled else ""
         found.append(f"{call.operation}{_at(call.source)} {said}{cast}.")
-    elsewhere = sum(event.severity == "elsewhere" for event in drift.findings)
+    found += map(rounded_in_place, drift.rounded[:_MOST_NAMED])
+    if len(drift.rounded) > _MOST_NAMED:
+        found.append(f"{plural(len(drift.rounded) - _MOST_NAMED, 'more place')} round in place so.")
+    elsewhere = sum(event.severity == "elsewhere" and event.written is None for event in drift.findings)
     if elsewhere:
+        promote = f"{'operation promotes' if elsewhere == 1 else 'operations promote'} silently"
         found.append(
-            f"{elsewhere} other {'operation promotes' if elsewhere == 1 else 'operations promote'} silently, but no "
-            "attention call seen here is the wider for it: usual where a residual stream is float32."
+            f"{elsewhere} other {promote}, but no attention call seen here is the wider for it: usual where a residual "
+            "stream is float32."
+            if drift.attention_calls
+            else f"{elsewhere} {promote}: usual where a residual stream or a recurrent state is float32."
         )
     if not drift.operations and not drift.attention_calls:
         found.append("No operation of torch was seen: was anything computed, and in this thread?")
     elif not drift.attention_calls:
         found.append(
-            "No attention call was recognised, so nothing here says what reaches q, k and v: put "
-            "attn_diag.check_qkv(q, k, v) before the kernel."
+            "No attention call was recognised, so nothing here says what reaches q, k and v: if there is an attention, "
+            "put attn_diag.check_qkv(q, k, v) before its kernel."
         )
     elif not any(call.differing for call in drift.calls):
         calls = (
@@ -188,6 +201,25 @@ def _cause(name: str, call: TracedCall) -> str:
         return f"{given} from {steps[0].operation}{_at(steps[0].source)} on"
     verb = {"widened": "promoted", "narrowed": "narrowed", "cast": "cast", "policy": "made so by rule"}[event.kind]
     return f"{given}, {verb} by {event.operation}{_at(event.source)}"
+
+
+def wider(event: DtypeEvent) -> tuple[str, ...]:
+    """The dtypes of its operands that are not its result's."""
+    return tuple(dict.fromkeys(o.dtype for o in event.operands if o.dtype != event.result))
+
+
+def rounded_in_place(event: DtypeEvent) -> str:
+    """Which tensor was written into where, with what, how often, and what that does."""
+    assert event.written is not None
+    name, values = event.written.name or "A tensor without a name", " and ".join(wider(event))
+    once, often = (
+        f"{values} values in place: the result is",
+        f"{values} values in place {event.count} times: each result is",
+    )
+    return (
+        f"{name} is {event.result}, and {event.operation}{_at(event.source)} gives it "
+        f"{once if event.count == 1 else often} rounded to {event.result}."
+    )
 
 
 def listed(names: tuple[str, ...]) -> str:

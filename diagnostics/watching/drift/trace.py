@@ -121,7 +121,7 @@ def _active_traces() -> tuple[DtypeTrace, ...]:
 class _Mode(TorchFunctionMode):
     def __init__(self, trace: DtypeTrace) -> None:
         super().__init__()
-        self._note, self._calls = trace._history.note, trace._calls
+        self._history, self._note, self._calls = trace._history, trace._history.note, trace._calls
 
     def __torch_function__(
         self,
@@ -138,8 +138,10 @@ class _Mode(TorchFunctionMode):
         if isinstance(result, Tensor):
             self._calls.note(func, args, kwargs)
             self._note(func, args, kwargs, result)
-        elif result is None:  # an operator that writes into what it is given
+        elif result is None:  # it writes into what it is given, as x[i] = y does
             self._calls.note(func, args, kwargs)
+            if args and isinstance(args[0], Tensor):
+                self._history.note_written(func, args, kwargs, args[0])
         elif isinstance(result, (tuple, list)) and result.__class__ is not torch.Size:
             if getattr(func, "__name__", "").startswith("_foreach"):
                 # An optimizer's: hundreds of tensors at once, and each keeps its dtype.

@@ -1,0 +1,151 @@
+"""O or a gradient that was stored below 16 bits and widened again, as an output that is quantised for the next product.
+
+Nothing is searched for: all numbers are then codes of the format times a scale, a property that 16 bits have by chance
+with a probability that is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.head.quality import AS_GOOD
+from attn_diag.reference import ulp
+from attn_diag.results.quality import Pattern
+from attn_diag.results.wording import number
+
+# Formats by the bits of their mantissa, or their largest code; what has fewer numbers first.
+_INT4, _INT8 = ("INT4", 7), ("INT8", 127)
+_FLOATS = (("FP4 (E2M1)", 1), ("FP8 (E5M2)", 2), ("FP8 (E4M3)", 3))
+_UP_TO_TWO = "scale 1 up to a power of two"
+# What shares a scale, beside a head's and a row's numbers.
+_BLOCK = 16
+# By chance numbers are codes with probability exp(-_NATS) at most.
+_NATS = 20.0
+# Of a group so many numbers fit its scale, which leaves a part of a rounding.
+_FITTED, _ROUNDINGS = 2, 1.5
+# So much of the squared error storing explains, at least.
+_EXPLAINED = 0.5
+
+
+@dataclass(frozen=True)
+class StoredNumbers:
+    """Which numbers a format has."""
+
+    format: str
+    """Its name."""
+    words: str
+    """The same with its scale, after "stored"."""
+    step: Tensor
+    """[n, D], the spacing of its numbers at each that was stored."""
+
+
+def stored_below(evidence: Evidence) -> Pattern | None:
+    """What O, dQ, dK or dV was stored in, where that is below 16 bits.
+
+    Args:
+        evidence: One of them that is lossy or wrong.
+    """
+    rows = evidence.usable.nonzero()[:, 0]
+    observed, truth = evidence.observed[rows], evidence.truth[rows]
+    grid = next(_grids(observed, evidence.fmt.precision), None)
+    if grid is None:
+        return None
+    # To nearest, and widened again, it is half a spacing of both further off than a well-rounded kernel at most.
+    nearest = (grid.step + ulp(observed, evidence.fmt)) / 2
+    beyond = ((observed - truth).abs() - nearest).clamp(min=0.0).square().sum()
+    before, noise = evidence.error[rows].square().sum(), evidence.noise[rows].sum()
+    explained = 1 - float(beyond / before.clamp(min=1e-300))
+    if not explained >= _EXPLAINED:
+        return None
+    left = math.sqrt(float(beyond / noise.clamp(min=1e-300)))
+    words = f"all {evidence.unit} are stored {grid.words}, and but for that as good as a well-rounded kernel's"
+    if left > AS_GOOD:
+        off = f"{number(left)} times a well-rounded kernel's error off the nearest such numbers"
+        words = f"all {evidence.unit} are stored {grid.words}, {off}"
+    return Pattern("stored", words, explained, left, formats={evidence.quantity: grid.format})
+
+
+def _grids(x: Tensor, precision: int) -> Iterator[StoredNumbers]:
+    """Formats of which all numbers [n, D] of 16 bits, with ``precision`` bits of significand, are codes."""
+    groups = [("a scale for the head", x.reshape(1, -1)), ("a scale for each row", x)]
+    if x.shape[1] % _BLOCK == 0:
+        groups.append((f"a scale for {_BLOCK} numbers", x.reshape(-1, _BLOCK)))
+    yield from _integers(x, groups, precision, *_INT4)
+    for (name, bits), (scale, group) in product(_FLOATS, groups):
+        found = _float_step(group, bits, precision) if bits < precision else None
+        if found is not None:
+            step, exact = found
+            how = f"{name[:-1]}, {_UP_TO_TWO if exact else scale})"
+            bits_words = "1 bit" if bits == 1 else f"{bits} bits"
+            yield StoredNumbers(name, f"with {bits_words} of mantissa, as in {how}", step.reshape(x.shape))
+    yield from _integers(x, groups, precision, *_INT8)
+
+
+def _integers(
+    x: Tensor, groups: Sequence[tuple[str, Tensor]], precision: int, name: str, largest: int
+) -> Iterator[StoredNumbers]:
+    for scale, group in groups:
+        if (step := _integer_step(group, precision, largest)) is not None:
+            yield StoredNumbers(name, f"in {name} ({scale})", step.expand(group.shape).reshape(x.shape))
+
+
+def _float_step(groups: Tensor, bits: int, precision: int) -> tuple[Tensor, bool] | None:
+    """The spacing of a format with so many bits at numbers [G, N], each group with a scale, and whether all scales are
+    powers of two; None: these are not its numbers."""
+    zero = groups == 0
+    size = torch.where(zero, 1.0, groups.abs())
+    codes = 1 + torch.arange(2**bits + 1, dtype=groups.dtype, device=groups.device) / 2**bits
+    # A number of each group is its scale times one of the codes: which one, is tried.
+    first = size.gather(1, (~zero).int().argmax(1, keepdim=True))
+    scales = first / codes[:-1]  # [G, codes]
+    tried = []
+    for scale in scales.mT[..., None]:
+        exponent = (size / scale).log2().floor()
+        off = (size[..., None] / (scale * exponent.exp2())[..., None] / codes - 1).abs().min(-1)
+        tried.append((off.values.masked_fill(zero, 0.0).amax(1), off.indices, exponent))
+    furthest, best = torch.stack([one[0] for one in tried]).min(0)  # [G]
+    # Scale and number were rounded, the one that the scale is taken of too.
+    tolerance = 2.0**-precision
+    if bool((furthest > tolerance).any()):
+        return None
+    code, exponent = (torch.stack([one[i] for one in tried])[best, torch.arange(len(best))] for i in (1, 2))
+    # Numbers that are all the same, as where V is, are codes of any format.
+    if len(torch.unique((code % 2**bits)[~zero])) <= 2**bits // 2:
+        return None
+    told = float(((~zero).sum(1) - _FITTED).clamp(min=0).sum())
+    if not -math.log(min(1.0, 2 ** (bits + 1) * tolerance / math.log(2.0))) * told > _NATS:
+        return None
+    scale = scales.gather(1, best[:, None])
+    step = scale * (exponent - bits + (code == 2**bits)).exp2()
+    # Next to zero the spacing is the smallest number.
+    least = torch.where(zero, math.inf, size).amin(1, keepdim=True)
+    least = torch.where(zero.any(1, keepdim=True) & least.isfinite(), least, 0.0)
+    return torch.maximum(torch.where(zero, 0.0, step), least), bool((scale.frexp().mantissa == 0.5).all())
+
+
+def _integer_step(groups: Tensor, precision: int, largest: int) -> Tensor | None:
+    """The step [G, 1] of integers in numbers [G, N], the largest of which is the last code; None: they are none."""
+    step = groups.abs().amax(1, keepdim=True) / largest
+    # Codes, each with its rounding, are apart as long as they are small; the largest was rounded as well.
+    telling = min(largest, 2 ** (precision - 1))
+    for most in (telling // 4, telling // 2, telling):
+        code = (groups / step.clamp(min=1e-300)).round()
+        small = torch.where(code.abs() <= most, code, 0.0)
+        fitted = (groups * small).sum(1, keepdim=True) / small.square().sum(1, keepdim=True).clamp(min=1.0)
+        step = torch.where(fitted > 0, fitted, step)
+    code = (groups / step.clamp(min=1e-300)).round()
+    within = _ROUNDINGS * 2.0 ** -(precision + 1) * (groups.abs() + step)
+    tells = (4 * within < step) & (code.abs() <= telling)
+    # Means of equal numbers are codes too, but few.
+    if bool(((groups - code * step).abs() > within)[tells].any()) or len(torch.unique(code[tells])) <= largest // 2:
+        return None
+    by_chance = torch.where(tells, 2 * within / step.clamp(min=1e-300), 1.0)
+    told = (-by_chance.log().sum(1) * (1 - _FITTED / tells.sum(1).clamp(min=_FITTED))).sum()
+    return step if float(told) > _NATS else None
