@@ -568,3 +568,17 @@ def test_what_the_docs_call_by_a_name_that_is_no_command_is_pointed_to(name: str
     done = run(name, "somewhere")
     assert done.code == 2
     assert done.err.startswith(f"attn-diag: there is no command '{name}': attn")
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: dict[str, str], spins: str | None) -> None:
+    code = (
+        "import os, sys; sys.argv = ['attn-diag', '--version']; from attn_diag import __main__\n"
+        "try:\n    __main__.main()\nexcept SystemExit:\n    print(os.environ.get('GOMP_SPINCOUNT'))\n"
+        "print('torch' in sys.modules)"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == [str(spins), "False"]
