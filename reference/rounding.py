@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 _EXPONENT_FIELD = 0x7FF << 52  # of a float64
-_BIAS = 1023
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Ten
     values that round past ``fmt.largest`` become infinite, or ``fmt.largest`` where the format saturates.
 
     The rounding is one float64 addition: with C = 1.5 * 2**52 * spacing(x), the sum x + C has exactly that
-    spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact.
+    spacing, so IEEE addition itself rounds x to nearest-even, and subtracting C is exact. To fp32 the hardware's own
+    conversion is that rounding.
 
     Args:
         x: float64, of any shape.
@@ -98,18 +98,22 @@ def round_nearest_even(x: Tensor, fmt: FloatFormat, *, wait: bool = True) -> Ten
         raise TypeError(f"round_nearest_even expects float64, got {x.dtype}; convert it first (exactly)")
     if fmt.precision >= 52:
         return x.clone()
-    constant = x.view(torch.int64) & _EXPONENT_FIELD
+    if fmt is FP32 and not x.requires_grad:  # whose gradient would be rounded too
+        return x.float().double()
+    # The power of two at or below |x|; as C is a multiple of it, both additions scale it themselves.
+    power = (x.detach().view(torch.int64) & _EXPONENT_FIELD).view(torch.float64)
     # One binade above the largest number every value overflows, whatever its spacing is taken to be.
-    max_exponent = math.frexp(fmt.largest)[1]
-    constant.clamp_((fmt.min_exponent + _BIAS) << 52, (max_exponent + _BIAS) << 52)
-    constant += ((52 - fmt.precision) << 52) | (1 << 51)
-    magic = constant.view(torch.float64)
-    rounded = x + magic
-    rounded -= magic
-    rounded.copysign_(x)
+    top = 2.0 ** math.frexp(fmt.largest)[1]
+    power.clamp_(fmt.smallest_normal, top)
+    multiple = 1.5 * 2.0 ** (52 - fmt.precision)
+    rounded = torch.add(x, power, alpha=multiple)
+    rounded.sub_(power, alpha=multiple).copysign_(x)
     if rounded.numel() == 0:
         return rounded
     if wait:
+        # Below the largest number's own binade nothing rounds past it.
+        if not rounded.is_cuda and float(power.amax()) < top / 2:
+            return rounded
         extremes = rounded.detach().aminmax()
         lowest, highest = torch.stack(extremes).tolist() if rounded.is_cuda else map(float, extremes)
         if lowest >= -fmt.largest and highest <= fmt.largest:  # not so where NaN hides the extremes

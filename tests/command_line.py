@@ -127,6 +127,10 @@ class Programs:
             (code,) = self._fork(name, arguments, [{"files": files, "environment": environment}])
             return Done(code, printed.read_text(), errors.read_text())
 
+    def run_file(self, script: str | Path) -> Done:
+        """Run a program where it lies."""
+        return self.run(f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')")
+
     def ranks(self, script: str, *arguments: object, count: int = 2) -> None:
         """Run a script in processes that find each other as torchrun's do, and see that all end well.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from command_line import Run, python
+from command_line import Programs, Run
 from typer.main import get_command
 
 from attn_diag.cli import app
@@ -14,9 +14,9 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_word_of_a_help_page_is_lost_or_broken(name: str) -> None:
+def test_no_word_of_a_help_page_is_lost_or_broken(name: str, programs: Programs) -> None:
     """At 80 columns: what looks like markup is swallowed, and a long word is cut off, where nobody looks."""
-    done = python("-m", "attn_diag", name, "--help", COLUMNS="80")
+    done = programs.run("attn_diag", name, "--help", COLUMNS="80")
     assert done.code == 0, done.err
     shown = done.out.replace("│", " ")
     assert "…" not in shown.replace(", …", "").replace(",…", "").replace("inspect …", "")

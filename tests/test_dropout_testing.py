@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import dropout_functions as planted
 import pytest
 import torch
+from command_line import Programs
 from planted_dropouts import captured, computed, drawn
 
 import attn_diag
@@ -129,7 +128,7 @@ def test_inputs_with_another_mask_have_another_fingerprint() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_a_hunt_draws_masks_for_other_shapes_and_its_script_shows_a_fault(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: Programs
 ) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     found = attn_diag.hunt(
@@ -140,5 +139,5 @@ def test_a_hunt_draws_masks_for_other_shapes_and_its_script_shows_a_fault(
     assert first.fault == "wrong"
     assert all(len(set(length.split("x"))) == 1 for c in first.conditions for length in c.passing if length != "128x1")
     assert first.script is not None
-    done = subprocess.run([sys.executable, first.script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = programs.run_file(first.script)
+    assert done.code == 1, done.out + done.err

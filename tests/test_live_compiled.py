@@ -273,9 +273,10 @@ def test_transformers(kind: str, tmp_path: Path) -> None:
     assert tuple(c.metadata.extra["module"] for _, c in sorted(found.items())) == tiny.attentions
 
 
-def test_a_monitor_checks_a_compiled_model() -> None:
+@pytest.mark.parametrize("way", ["whole", "not_lowered"])
+def test_a_monitor_checks_a_compiled_model(way: str) -> None:
     histories = []
-    for compile_ in (None, whole):
+    for compile_ in (None, WAYS[way]):
         tiny = nano_gpt()
         with attn_diag.Monitor(tiny.model, every=2) as monitor:
             train(tiny, tiny.model if compile_ is None else compile_(tiny.model), contextlib.nullcontext(), count=5)

@@ -58,9 +58,9 @@ def train(tiny: Tiny, run: Any, around: contextlib.AbstractContextManager[Any]) 
     return losses + [getattr(p, "to_local", p.detach)().detach().clone() for p in tiny.model.parameters()]
 
 
-def one_rank(folder: Path) -> None:
+def one_rank(folder: Path, ways: list[str]) -> None:
     distributed.init_process_group("gloo")
-    for how in WAYS:
+    for how in ways:
         bits = []
         arounds: list[Any] = [contextlib.nullcontext(), None]
         for around in arounds:
@@ -74,10 +74,15 @@ def one_rank(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
-    """What two processes captured, and one of the whole model; that no bit changed they have checked themselves."""
+def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs, request: pytest.FixtureRequest) -> Path:
+    """What two processes captured, and one of the whole model; that no bit changed they have checked themselves.
+
+    Of the ways that a test asks for: compiling each model four times takes most of the time.
+    """
     folder = tmp_path_factory.mktemp("sharded")
-    programs.ranks(__file__, folder)
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = {"tensor"} | {item.callspec.params["how"] for item in here if hasattr(item, "callspec")}
+    programs.ranks(__file__, folder, *(way for way in WAYS if way in asked))
     tiny = transformers_model("llama", "sdpa")
     train(tiny, tiny.model, attn_diag.capture(tiny.model, folder / "whole", batch=None, sums=True))
     return folder
@@ -105,13 +110,13 @@ def test_merged_ranks_are_the_unsharded_model(how: str, folder: Path) -> None:
             assert (found.coherence is None) == (expected.coherence is None)
 
 
-def test_every_rank_numbers_its_heads_for_the_whole_model(folder: Path) -> None:
-    for how in ("tensor", "tensor_compiled"):
-        found = {
-            (c.metadata.rank, c.metadata.head_offset, c.q_heads, c.metadata.extra["module"])
-            for c in map(attn_diag.load, (folder / how).glob("*.safetensors"))
-        }
-        assert found == {(rank, 2 * rank, 2, f"model.layers.{n}.self_attn") for rank in (0, 1) for n in (0, 1)}
+@pytest.mark.parametrize("how", ["tensor", "tensor_compiled"])
+def test_every_rank_numbers_its_heads_for_the_whole_model(how: str, folder: Path) -> None:
+    found = {
+        (c.metadata.rank, c.metadata.head_offset, c.q_heads, c.metadata.extra["module"])
+        for c in map(attn_diag.load, (folder / how).glob("*.safetensors"))
+    }
+    assert found == {(rank, 2 * rank, 2, f"model.layers.{n}.self_attn") for rank in (0, 1) for n in (0, 1)}
 
 
 def test_output_projections_are_added_up_in_fp32(folder: Path) -> None:
@@ -124,4 +129,4 @@ def test_output_projections_are_added_up_in_fp32(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    one_rank(Path(sys.argv[1]))
+    one_rank(Path(sys.argv[1]), sys.argv[2:])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sinks_functions as planted
 import torch
+from command_line import Programs
 from planted_sinks import computed, drawn
 
 import attn_diag
@@ -102,7 +101,9 @@ def test_kernels_without_sinks_refuse_them(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_dsinks_is_hunted_down_and_its_script_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_dsinks_is_hunted_down_and_its_script_shows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, programs: Programs
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.chdir(Path(__file__).parent)
     found = attn_diag.hunt(
@@ -112,5 +113,5 @@ def test_a_wrong_dsinks_is_hunted_down_and_its_script_shows_it(monkeypatch: pyte
     (first,) = found.findings
     assert (first.fault, set(first.outputs)) == ("wrong", {"dsinks"})
     assert first.script is not None
-    done = subprocess.run([sys.executable, first.script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = programs.run_file(first.script)
+    assert done.code == 1, done.out + done.err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from builders import CAPTURES, SHARED, first_head, inspected, some, stored
-from command_line import Run, program
+from command_line import Programs, Run
 from rich.cells import cell_len
 
 import attn_diag
@@ -155,11 +155,11 @@ def test_map_of_many_heads(width: int) -> None:
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_map_at_the_heads_own_place(ascii_only: bool, tmp_path: Path) -> None:
+def test_map_at_the_heads_own_place(ascii_only: bool, tmp_path: Path, programs: Programs) -> None:
     """The tallest block of the noise factor stands at the lossy head, and nowhere else."""
     environment = {"PYTHONIOENCODING": "ascii"} if ascii_only else {"PYTHONIOENCODING": "utf-8"}
     (tmp_path / "saved.json").write_text(many().to_json())
-    done = program("report", tmp_path / "saved.json", COLUMNS="120", **environment)
+    done = programs.run("attn_diag", "report", tmp_path / "saved.json", COLUMNS="120", **environment)
     assert done.code == 0, done.err
     text = done.out
     lines = text.splitlines()

@@ -69,10 +69,8 @@ def _sign_flip(balances: list[int]) -> float:
         return 0.5 * math.erfc(total / math.sqrt(2 * sum(d * d for d in balances)))
     # The distribution of the sum over half of its numbers: sum of |d_r| over the rows with a positive sign.
     reach = sum(map(abs, balances))
-    chance = np.zeros(reach + 1)
-    chance[0] = 1
+    ways = np.zeros(reach + 1)
+    ways[0] = 1
     for d in map(abs, balances):
-        moved = chance[: reach + 1 - d].copy()  # none of the rest has any chance yet
-        chance[d:] += moved
-        chance /= 2
-    return float(chance[(reach + total) // 2 :].sum())
+        ways[d:] += ways[: reach + 1 - d]  # none of the rest has any yet
+    return math.ldexp(float(ways[(reach + total) // 2 :].sum()), -len(balances))

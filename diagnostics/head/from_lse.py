@@ -18,7 +18,7 @@ from functools import partial
 
 from torch import Tensor
 
-from attn_diag.head.unfused import FUSED, distinct, forwards, unfused
+from attn_diag.head.unfused import FUSED, distinct, forwards
 from attn_diag.head.unfused_scores import finite, scaled, steps_of
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
@@ -75,7 +75,7 @@ def from_lse(
     if forward is not None:
         o = forward[0]
     elif of_o:
-        o = unfused(head, fmt, "unfused:scores:cast")["o"]
+        o = steps.scores("scores", biased=False).out
     else:
         o = steps.fused_o
     in_steps, fused = how == "steps" and not alone, how in ("fused", "stored", "shifted") or alone
@@ -104,7 +104,7 @@ def from_lse(
 
 def scores_of(head: AttentionHead, fmt: FloatFormat, how: str) -> Tensor:
     """S of which a backward makes P, masked, [Tq, Tk] float64; ``how``: the second part of one of ``FROM_LSE``."""
-    products = head.q @ head.k.T
+    products = steps_of(head, fmt).products
     if how in ("compiled", "steps"):
         products = round_nearest_even(products, fmt)
     scores = scaled(products, head.scale, fmt) if how == "steps" else products * head.scale

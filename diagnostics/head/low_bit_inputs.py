@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_of, expected_square, formats_of
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
-from attn_diag.kernels.quantizers import PRESETS, quantizer
+from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
 from attn_diag.results.quality import PROBS
 
@@ -34,6 +34,9 @@ _COMPARED = 8
 _SAME = 1.2
 # So much of what is left is along the effect of each, at least.
 _PART = 0.15
+# With less of an error along what is made, of the error's square, either is less: (e d / d d) (e d / e e) is the part.
+# A hundredth less, as sums are rounded.
+_ALONG = 0.99 * _PART / _ONCE[1]
 # So many times more or less than is left, as is expected, an effect is not looked at.
 _FAR = 30.0
 # Scales that no head has of its own, by which x's largest number is multiplied to be the format's, and the logarithm of
@@ -102,6 +105,9 @@ class _Search:
         self._block = block = reference_rows(head, rows)
         self._sloped = block.probs if block.slope is None else block.probs * block.slope
         self._effects = dict[tuple[str, LowBitFormat], Tensor]()
+        self._squares = dict[tuple[str, Quantizer], float]()
+        self._along_error = dict[str, Tensor]()
+        self._error: Tensor | None = None
         # A factor of O, or of the softmax scale, is no format's.
         common = torch.stack([block.out.flatten(), self._effect("k", 2 * head.k).flatten()], 1)
         self._common = torch.linalg.qr(common).Q
@@ -240,7 +246,9 @@ class _Search:
 
     def _expected(self, name: str, fmt: LowBitFormat) -> float:
         """About the squared error that it makes."""
-        return self._gains[name] * expected_square(getattr(self._head, name), fmt.by)
+        if (name, fmt.by) not in self._squares:
+            self._squares[name, fmt.by] = expected_square(getattr(self._head, name), fmt.by)
+        return self._gains[name] * self._squares[name, fmt.by]
 
     def _any_scale(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats with one scale that may be any, at the one that fits best; of long heads none."""
@@ -272,7 +280,11 @@ class _Search:
         if not whole / _FAR <= self._expected(name, fmt) <= whole * _FAR:
             return None
         if (name, fmt) not in self._effects:
-            self._effects[name, fmt] = self._apart(self._effect(name, fmt.of(getattr(self._head, name))))
+            x = getattr(self._head, name)
+            other = fmt.of(x)
+            if float((self._gradient(name, error) * (other - x)).sum()) < _ALONG * whole:
+                return None
+            self._effects[name, fmt] = self._apart(self._effect(name, other))
         return self._once(self._effects[name, fmt], error, len(NAMES) * tried)
 
     def _once(
@@ -299,6 +311,26 @@ class _Search:
             moved = self._sloped * head.scale * (q @ off[block.keys].mT if name == "k" else off[self._rows] @ k.mT)
             made = moved @ head.v[block.keys] - moved.sum(1, keepdim=True) * block.out
         return made
+
+    def _gradient(self, name: str, error: Tensor) -> Tensor:
+        """Of <``_effect``, e> by q, k or v, for an error e that ``_apart`` leaves as it is: by far less than an effect
+        takes it shows that most of them do not have enough of it."""
+        if error is not self._error:
+            self._error, self._along_error = error, {}
+        if name not in self._along_error:
+            block, head = self._block, self._head
+            rows, found = error.reshape(self._observed.shape), torch.zeros_like(getattr(head, name))
+            if name == "v":
+                found[block.keys] = block.probs.mT @ rows
+            else:
+                along = rows @ head.v[block.keys].mT - (rows * block.out).sum(1, keepdim=True)
+                along *= self._sloped * head.scale
+                if name == "k":
+                    found[block.keys] = along.mT @ head.q[self._rows]
+                else:
+                    found.index_add_(0, self._rows, along @ head.k[block.keys])
+            self._along_error[name] = found
+        return self._along_error[name]
 
     def _gain(self, name: str) -> float:
         """What an error's mean square is multiplied by in O's squared error, as FP8 shows."""

@@ -140,11 +140,18 @@ def variants(recipe: Recipe) -> list[Recipe]:
 @lru_cache(1024)
 def known_name(recipe: Recipe, head_dim: int) -> str | None:
     """The preset with this forward and schedule, up to how it takes the exponential; None if there is none."""
-    for known in (*known_recipes(recipe.input, head_dim), *low_bit_recipes(recipe.input, head_dim)):
-        alike = _forward(known) == _forward(recipe) and known.mma_k == recipe.mma_k
-        if alike and _same_order(known.schedule, recipe.schedule, head_dim):
+    wanted = _forward(recipe), recipe.mma_k
+    for forward, known in _known_forwards(recipe.input, head_dim):
+        if forward == wanted and _same_order(known.schedule, recipe.schedule, head_dim):
             return known.name
     return None
+
+
+@lru_cache(64)
+def _known_forwards(fmt: Format, head_dim: int) -> list[tuple[object, Recipe]]:
+    """The presets, each behind what ``known_name`` compares first."""
+    presets = *known_recipes(fmt, head_dim), *low_bit_recipes(fmt, head_dim)
+    return [((_forward(known), known.mma_k), known) for known in presets]
 
 
 def family_name(recipe: Recipe, head_dim: int) -> str:

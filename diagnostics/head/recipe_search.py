@@ -29,7 +29,7 @@ from attn_diag.head.recipe_candidates import (
     variants,
 )
 from attn_diag.head.recipe_rows import in_one_tile, seeing_few, spread_rows
-from attn_diag.kernels import Recipe, RecipeNotSupportedError, check_supported, emulate_rows_of_several
+from attn_diag.kernels import Recipe, RecipeNotSupportedError, Schedule, check_supported, emulate_rows_of_several
 from attn_diag.kernels.emulation import NO_BLOCK
 from attn_diag.kernels.emulation_operands import HeadLike
 from attn_diag.kernels.formats import Format, base
@@ -365,8 +365,8 @@ def _climbed(subject: SearchedHead, trials: list[Trial], rows: Tensor, found: Se
         best, known_already = trials[0].match.agreement, {t.recipe for t in trials}
         near = dict[Recipe, None]()
         for recipe in (t.recipe for t in trials[:_LEADERS]):
-            near |= dict.fromkeys(replace(r, schedule=recipe.schedule, exp=recipe.exp) for r in found)
-            near |= dict.fromkeys([*(replace(recipe, schedule=schedule) for schedule in every), *variants(recipe)])
+            near |= dict.fromkeys(_with(r, recipe.schedule, recipe.exp) for r in found)
+            near |= dict.fromkeys([*(_with(recipe, schedule, recipe.exp) for schedule in every), *variants(recipe)])
         new = [recipe for recipe in near if recipe not in known_already]
         trials = ranked([*trials, *subject.run(new, rows)], subject.head_dim)
     return trials
@@ -375,14 +375,24 @@ def _climbed(subject: SearchedHead, trials: list[Trial], rows: Tensor, found: Se
 def _coarse(subject: SearchedHead, rows: Tensor, found: Sequence[Recipe], always: Sequence[Recipe]) -> list[Recipe]:
     every = schedules(len(subject.inputs.head.k), diagonal=subject.diagonal)
     # Rounding sites show in any schedule, most with few ranges.
-    probes = {recipe: [replace(recipe, schedule=s) for s in (every[0], recipe.schedule)] for recipe in found}
+    probes = {recipe: [_with(recipe, s, recipe.exp) for s in (every[0], recipe.schedule)] for recipe in found}
     agreement = {r: max(t.match.agreement for t in subject.run(probes[r], rows)) for r in found}
     best = sorted(found, key=lambda r: -agreement[r])[:_FAMILIES]
     chosen = [r for r in found if r in best or r in always]
-    return [replace(recipe, schedule=s) for recipe in chosen for s in every]
+    return [_with(recipe, s, recipe.exp) for recipe in chosen for s in every]
 
 
-@lru_cache(maxsize=1024)  # a recipe checks all that it states, which takes as long as running it on a few rows
+# A recipe checks all that it states, which takes as long as running it on a few rows; every head's search asks for
+# nearly the same two thousand.
+_KEPT = 4096
+
+
+@lru_cache(_KEPT)
+def _with(recipe: Recipe, schedule: Schedule, exp: Any) -> Recipe:
+    return replace(recipe, schedule=schedule, exp=exp)
+
+
+@lru_cache(_KEPT)
 def _in_one_block(recipe: Recipe) -> Recipe:
     """The recipe for any rows at once, which is faster, where the order of keys does not depend on their block."""
     if recipe.schedule.order == "diagonal-first" or recipe.smooth_q != "none":

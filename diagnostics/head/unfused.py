@@ -263,7 +263,9 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped)
     probs = stored.cast_probs if probs_of not in _STEPS else cast(wide)
     kept = cast(dropped(wide)) if way.endswith(_WIDE) else dropped(probs)
-    found = {"o": cast(kept @ head.v), "lse": lse if stored.largest is None else lse + stored.largest}
+    shared = kept is stored.cast_probs  # which has O and dV of several ways
+    out = stored.out if shared else cast(kept @ head.v)
+    found = {"o": out, "lse": lse if stored.largest is None else lse + stored.largest}
     if head.do is None:
         return found
     dprobs = dropped(steps.dprobs)
@@ -308,7 +310,8 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
         dscores = dscores * head.scale if in_fp32 else times_alpha(dscores, head.scale, fmt, alpha_in)
         dscores = dscores if probs_of == "uncast" else cast(dscores)
         dq, dk = cast(dscores @ head.k), cast(dscores.T @ head.q)
-    return found | {"delta": delta, "dq": dq, "dk": dk, "dv": cast(kept.T @ head.do)}
+    dv = stored.dv if shared else cast(kept.T @ head.do)
+    return found | {"delta": delta, "dq": dq, "dk": dk, "dv": dv}
 
 
 def _fused(

@@ -55,6 +55,8 @@ def finite(of_rows: Tensor) -> Tensor:
 class StoredScores:
     """Scores as a way stores them, [Tq, Tk] float64."""
 
+    head: AttentionHead
+    """Whose."""
     fmt: FloatFormat
     """The inputs' format."""
     wide_scores: bool
@@ -86,6 +88,17 @@ class StoredScores:
         """P."""
         return round_nearest_even(self.probs, self.fmt)
 
+    @cached_property
+    def out(self) -> Tensor:
+        """O of ways that multiply this P, without dropout."""
+        return round_nearest_even(self.cast_probs @ self.head.v, self.fmt)
+
+    @cached_property
+    def dv(self) -> Tensor:
+        """Likewise dV."""
+        assert self.head.do is not None
+        return round_nearest_even(self.cast_probs.T @ self.head.do, self.fmt)
+
 
 class Steps:
     """What ways of one head have in common; nothing of it may be changed in place."""
@@ -93,6 +106,11 @@ class Steps:
     def __init__(self, head: AttentionHead, fmt: FloatFormat) -> None:
         self.head, self.fmt = head, fmt
         self._last: tuple[tuple[str, bool], StoredScores] | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """q kT, float64."""
+        return self.head.q @ self.head.k.T
 
     @cached_property
     def exact_dprobs(self) -> Tensor:
@@ -171,4 +189,4 @@ def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: boo
     lse = scores.logsumexp(1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
-    return StoredScores(fmt, wide_scores, factors, scores, capped, sink, lse, largest, top, by_key)
+    return StoredScores(head, fmt, wide_scores, factors, scores, capped, sink, lse, largest, top, by_key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from attn_diag.watching.live.sites import (
 )
 
 Namespace = dict[str, Any]
+# What torch.compile leaves on a function that it makes of another: that one.
+COMPILED = "_torchdynamo_orig_callable"
 _FLASH_ATTN_NAMES = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
 # Versions that register operators are met by those.
 _FLASH_ATTN = (
@@ -84,3 +87,17 @@ def namespaces() -> Iterator[Namespace]:
             space = getattr(module, "__dict__", None)
             if isinstance(space, dict):
                 yield space
+
+
+def namespaces_with(known: Mapping[int, object], *, compiled: bool = False) -> Iterator[Namespace]:
+    """Those of ``namespaces`` that have a value with one of these ids; of two hundred thousand, few have.
+
+    Args:
+        known: By id; more may be added between one namespace and the next.
+        compiled: Also those with a function that torch.compile made of another (``COMPILED``).
+    """
+    for space in namespaces():
+        values = list(space.values())
+        functions = [value for value in values if compiled and type(value) is FunctionType]
+        if not known.keys().isdisjoint(map(id, values)) or any(hasattr(f, COMPILED) for f in functions):
+            yield space

@@ -25,7 +25,7 @@ from attn_diag.watching.live import flex_graphs
 from attn_diag.watching.live.backlog import Backlog, Thread
 from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
-from attn_diag.watching.live.functions import Namespace, attention_functions, namespaces
+from attn_diag.watching.live.functions import COMPILED, Namespace, attention_functions, namespaces_with
 from attn_diag.watching.live.observer import Observer
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides
@@ -173,7 +173,7 @@ def _replace() -> None:
         for site, function in attention_functions():
             if id(function) not in ours:
                 _wrap(site, function)
-    for space in namespaces() if _wrappers else ():
+    for space in namespaces_with(_wrappers, compiled=True) if _wrappers else ():
         for name, value in list(space.items()):
             if (pair := _pair_of(value)) is not None:
                 _replaced.append((space, name, pair))
@@ -190,7 +190,7 @@ def _pair_of(value: Any) -> _Pair | None:
     """Of a known function; torch.compile(flex_attention) is a function of its own around one."""
     found = _wrappers.get(id(value))
     if found is None and type(value) is FunctionType:
-        inner = _wrappers.get(id(vars(value).get("_torchdynamo_orig_callable")))
+        inner = _wrappers.get(id(vars(value).get(COMPILED)))
         found = None if inner is None or inner.site is None else _wrap(inner.site, value)
     return found
 
@@ -202,7 +202,7 @@ def _restore() -> None:
     _replaced.clear()
     # A module that was imported meanwhile may have taken a wrapper along.
     ours = {id(pair.wrapper): pair for pair in _wrappers.values()}
-    for space in namespaces():
+    for space in namespaces_with(ours):
         for name, value in list(space.items()):
             if id(value) in ours:
                 space[name] = ours[id(value)].original

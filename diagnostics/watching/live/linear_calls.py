@@ -19,7 +19,7 @@ from attn_diag.captures.linear import LinearCapture
 from attn_diag.errors import InputError
 from attn_diag.printing import say
 from attn_diag.reference.linear import LINEAR_OPERATORS
-from attn_diag.watching.live.functions import namespaces
+from attn_diag.watching.live.functions import namespaces_with
 from attn_diag.watching.live.linear_records import ENDED, LinearRecorder
 from attn_diag.watching.live.rwkv_operators import listen
 
@@ -109,7 +109,7 @@ def replace_functions(
     end = listen(recorder)
     wrapped = {key: recorder.wrapped(operator, function) for key, (operator, function) in met.items()}
     changed: list[tuple[dict[str, Any], str, Any]] = []
-    for space in list(namespaces()):
+    for space in list(namespaces_with(wrapped)):
         for name, value in list(space.items()):
             if id(value) in wrapped and callable(value):
                 changed.append((space, name, value))
