@@ -49,7 +49,7 @@ class Pattern:
     @property
     def of_few_bits(self) -> bool:
         """Whether it says no more than how far off rows are, which an operand of fewer than 8 bits makes as well."""
-        return self.kind == "off" and "% off" in self.words
+        return self.kind == "off" and "% off" in self.words and not self.features
 
     @property
     def near(self) -> bool:
