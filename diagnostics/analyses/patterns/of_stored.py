@@ -24,6 +24,8 @@ from attn_diag.results.wording import number
 _INT4, _INT8 = ("INT4", 7), ("INT8", 127)
 _FLOATS = (("FP4 (E2M1)", 1), ("FP8 (E5M2)", 2), ("FP8 (E4M3)", 3))
 _UP_TO_TWO = "scale 1 up to a power of two"
+# So many groups, and the square of it of numbers, are looked at before the others.
+_FEW = 64
 # What shares a scale, beside a head's and a row's numbers.
 _BLOCK = 16
 # By chance numbers are codes with probability exp(-_NATS) at most.
@@ -79,8 +81,9 @@ def _grids(x: Tensor, precision: int) -> Iterator[StoredNumbers]:
         groups.append((f"a scale for {_BLOCK} numbers", x.reshape(-1, _BLOCK)))
     yield from _integers(x, groups, precision, *_INT4)
     for (name, bits), (scale, group) in product(_FLOATS, groups):
-        found = _float_step(group, bits, precision) if bits < precision else None
-        if found is not None:
+        if bits >= precision or _float_step(_few(group), bits, precision) is None:
+            continue
+        if (found := _float_step(group, bits, precision)) is not None:
             step, exact = found
             how = f"{name[:-1]}, {_UP_TO_TWO if exact else scale})"
             bits_words = "1 bit" if bits == 1 else f"{bits} bits"
@@ -92,7 +95,10 @@ def _integers(
     x: Tensor, groups: Sequence[tuple[str, Tensor]], precision: int, name: str, largest: int
 ) -> Iterator[StoredNumbers]:
     for scale, group in groups:
-        if (step := _integer_step(group, precision, largest)) is not None:
+        ends = group.abs().amax(1, keepdim=True)
+        if _integer_step(_few(group), _few(ends), precision, largest) is None:
+            continue
+        if (step := _integer_step(group, ends, precision, largest)) is not None:
             yield StoredNumbers(name, f"in {name} ({scale})", step.expand(group.shape).reshape(x.shape))
 
 
@@ -130,9 +136,15 @@ def _float_step(groups: Tensor, bits: int, precision: int) -> tuple[Tensor, bool
     return torch.maximum(torch.where(zero, 0.0, step), least), bool((scale.frexp().mantissa == 0.5).all())
 
 
-def _integer_step(groups: Tensor, precision: int, largest: int) -> Tensor | None:
-    """The step [G, 1] of integers in numbers [G, N], the largest of which is the last code; None: they are none."""
-    step = groups.abs().amax(1, keepdim=True) / largest
+def _few(groups: Tensor) -> Tensor:
+    """Some of the groups [G, N], and of long ones some of their numbers."""
+    count, length = groups.shape
+    return groups[:: -(-count // _FEW), :: -(-length // _FEW**2)]
+
+
+def _integer_step(groups: Tensor, ends: Tensor, precision: int, largest: int) -> Tensor | None:
+    """The step [G, 1] of integers in numbers [G, N] of which ``ends`` [G, 1] is the last code; None: they are none."""
+    step = ends / largest
     # Codes, each with its rounding, are apart as long as they are small; the largest was rounded as well.
     telling = min(largest, 2 ** (precision - 1))
     for most in (telling // 4, telling // 2, telling):
