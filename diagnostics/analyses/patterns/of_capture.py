@@ -20,7 +20,7 @@ from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.of_operands import HeldOperands
 from attn_diag.analyses.patterns.of_samples import made_by_rounding, rows_outlying, rows_unlike, squared_size
-from attn_diag.analyses.patterns.of_stored import stored_below
+from attn_diag.analyses.patterns.of_stored import stored_below, stored_in
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -38,7 +38,7 @@ from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_o
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.quality import BEYOND_FORMAT, Pattern, QuantityVerdict
 
 # Wrong quantities of an observation beyond these keep the plain words: they are mostly wrong in the same way. Coarse
 # ones are all looked at, as a pattern decides whether they are wrong.
@@ -119,7 +119,9 @@ class CapturePatterns:
             kernel = self._kernels.pattern(observation, batch, head, evidence)
             stored = stored_below(evidence) if verdict.quantity in _OUTPUTS and kernel is None else None
             if (below := kernel or stored) is not None:
-                return with_patterns(verdict, [below])
+                alike = self._alike(below, observation, head, verdict, batch, batches)
+                where = "" if alike else self._worst(batch, others_right)
+                return with_patterns(verdict, [replace(below, words=f"{where}{below.words}")])
         known = self._held.known(observation, evidence, math.sqrt(size)) if coarse and low_bit else None
         patterns = [known] if known else [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in rows_unlike(one)]
@@ -151,11 +153,36 @@ class CapturePatterns:
             patterns = patterns if one_name else list(verdict.patterns)
         where = ""
         if len(self._batches(batches)) > 1:
-            item, rank = item_of(self._capture.metadata, batch)
-            where = f"{item} alone: " if others_right else f"worst in {item}: "
+            where, rank = self._worst(batch, others_right), item_of(self._capture.metadata, batch)[1]
             if rank and others_right and (bad or patterns):
                 verdict = replace(verdict, ranks=(rank,))
         return with_patterns(verdict, patterns, where)
+
+    def _worst(self, batch: int, others_right: bool) -> str:
+        """The sequence that a pattern is of, before its words."""
+        item, _ = item_of(self._capture.metadata, batch)
+        return f"{item} alone: " if others_right else f"worst in {item}: "
+
+    def _alike(
+        self,
+        pattern: Pattern,
+        observation: str,
+        head: int,
+        verdict: QuantityVerdict,
+        batch: int,
+        batches: Sequence[int],
+    ) -> bool:
+        """Whether all sequences (of many some) show a kernel or format below 16 bits that one of them shows."""
+        others = [b for b in self._batches(batches) if b != batch]
+        if pattern.kernel is not None:
+            return self._kernels.shared(observation, others, head, pattern.kernel)
+        some = others[:: -(-len(others) // _MOST_OTHERS)] if others else ()
+        if pattern.kind == BEYOND_FORMAT:
+            return not others
+        return all(
+            stored_in(*self._observed(observation, b, head, verdict)) == pattern.formats.get(verdict.quantity)
+            for b in some
+        )
 
     def held(self, observation: str, part: HeadMeasurement) -> bool:
         """Whether the O of a head was stored below 16 bits, or is that of q, k or v that were held there."""
@@ -165,9 +192,9 @@ class CapturePatterns:
         if o.declared != "":
             return False
         size = math.sqrt(squared_size(o))
-        if self._kernels.pattern(*where, evidence()) is not None:
-            return True
-        return stored_below(evidence()) is not None or self._held.pattern(*where, evidence, "o", size) is not None
+        if (found := self._kernels.pattern(*where, evidence()) or stored_below(evidence())) is not None:
+            return bool(found.formats)
+        return self._held.pattern(*where, evidence, "o", size) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""
