@@ -132,17 +132,6 @@ def test_a_kernel_of_one_sequence_is_not_said_of_all(names: tuple[str, str], sai
     assert f"O: {said}all rows have the bits of sage2" in what(finding)
 
 
-def test_other_heads_sites_are_not_said_of_the_worst_one() -> None:
-    """ "all rows have the bits of sage2. Its bits show scores in BF16", which another head's did."""
-    q, k, v, _ = inputs(1, 2, T)
-    o = torch.stack([made(n, [t[0, h] for t in (q, k, v, v)])["o"] for h, n in enumerate(("sage2", "bf16-scores"))])
-    (finding,) = inspect(q, k, v, o=o[None]).findings
-    assert finding.cause is not None
-    assert finding.cause.kernel == "sage2"
-    assert "Its bits show" not in what(finding)
-    assert ["scores in BF16" in other.words for other in finding.otherwise] == [True]
-
-
 def fp8(x: Tensor, scale: float = 1.0) -> Tensor:
     return (x / scale).float().to(torch.float8_e4m3fn).double() * scale
 
@@ -204,3 +193,19 @@ def test_one_sequence_that_was_stored_below_is_told_alone() -> None:
     o[1] = fp8(o[1].double()).bfloat16()
     (finding,) = inspect(q, k, v, o=o).findings
     assert "batch item 1 alone: all rows are stored with 3 bits" in finding.words
+
+
+def test_other_heads_sites_are_not_said_of_the_worst_one() -> None:
+    """ "all rows are what v held in FP8 gives. Its bits show scores in BF16", which another head's did."""
+    q, k, v, _ = (t[0].double() for t in inputs(1, 4, T, seed=5))
+    v[2] = fp8(v[2])
+    scores = q @ k.mT * D**-0.5
+    scores[3] = scores[3].bfloat16()
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = (probs.bfloat16().double() @ v / probs.sum(-1, keepdim=True)).bfloat16()
+    given = inputs(1, 4, T, seed=5)[:3]
+    (finding,) = inspect(*given, o=o[None], causal=True).findings
+    assert finding.formats == {"v": "FP8 (E4M3)"}
+    assert "Its bits show" not in what(finding)
+    assert ["its bits show scores in BF16" in other.words for other in finding.otherwise] == [True]
