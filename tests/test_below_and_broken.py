@@ -13,7 +13,7 @@ from attn_diag.kernels import emulate_head, preset
 from attn_diag.kernels.quantize import quantize
 from attn_diag.kernels.quantizers import PRESETS, quantizer
 from attn_diag.reference import AttentionHead, Masking
-from attn_diag.reports.finding_words import sure, what
+from attn_diag.reports.finding_words import about, sure, what
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import HeadDiagnosis
 from attn_diag.results.quality import QuantityVerdict
@@ -207,5 +207,5 @@ def test_other_heads_sites_are_not_said_of_the_worst_one() -> None:
     given = inputs(1, 4, T, seed=5)[:3]
     (finding,) = inspect(*given, o=o[None], causal=True).findings
     assert finding.formats == {"v": "FP8 (E4M3)"}
-    assert "Its bits show" not in what(finding)
+    assert "Its bits show" not in next(about(finding)).said
     assert ["its bits show scores in BF16" in other.words for other in finding.otherwise] == [True]
