@@ -71,6 +71,16 @@ def test_a_row_that_is_not_among_those_compared_is_told_too() -> None:
     assert "row 1 is zero, as if never written" in finding.words
 
 
+def test_zeros_are_no_kernels_bits() -> None:
+    """Of a V whose scales underflow sage3 makes zeros, as a kernel that writes nothing does."""
+    q, k, v, do = inputs(64)
+    v = (v.double() * 1e-6).bfloat16()
+    _, finding, _ = judged([q, k, v, do], o=torch.zeros_like(v))
+    assert finding.cause is not None
+    assert finding.cause.kernel is None
+    assert "as if never written" in finding.words
+
+
 def test_an_lse_that_the_kernel_does_not_make_is_another_fault() -> None:
     """It was "certain: the fault of a kernel below 16 bits" of all that is wrong."""
     tensors = inputs(T)
