@@ -194,19 +194,17 @@ def rows_with_bits(
 ) -> tuple[float, Tensor, Tensor] | None:
     """How much of a few rows of O has a recipe's bits, these rows, int64 [R], and the recipe's O there, [R, D].
 
-    None: it has fewer than of the right one, or only zeros, which tell no kernel. ``also``: other rows that are run, and not counted.
+    None: it has fewer than of the right one. ``also``: other rows that are run, and not counted.
     """
     device = torch.device("cpu")
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
         return None
     counted = compared_rows(*capture.lengths(batch), device)
-    rows = torch.cat([counted, torch.tensor(also, dtype=counted.dtype)]).unique()
+    rows = torch.unique(torch.cat([counted, torch.tensor(also, dtype=counted.dtype)]))
     (trial,) = subject.run([recipe], rows)
     same = trial.match.equal.reshape(len(rows), -1)[torch.isin(rows, counted)]
     found = float(same.double().mean())
-    if not bool(trial.out.any()):
-        return None
     return (found, rows, trial.out) if found >= search.threshold(subject.fmt, same.numel(), recipe) else None
 
 

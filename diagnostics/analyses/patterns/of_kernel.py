@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +107,9 @@ class UndeclaredKernels:
         # Of rows that were not compared the worst tell whether the kernel made them as well.
         also = sorted(_size(evidence).topk(min(_WORST, len(evidence.error))).indices.tolist()) if of_o else ()
         for recipe in known:
-            if (found := rows_with_bits(recipe, self._capture, *key, also)) is not None:
-                self._heads[key] = _Shown(recipe, *found)
-                return self._heads[key]
+            if (found := self._with_bits(recipe, key, also)) is not None:
+                self._heads[key] = found
+                return found
         if not of_o:
             return None
         self._heads[key] = None
@@ -117,10 +117,15 @@ class UndeclaredKernels:
             asked = recognise_low_bit(self._capture, *key)
             if asked is None or not self._is_told(asked) or asked.recipe in known:
                 self._missed[observation] += 1
-            elif (found := rows_with_bits(asked.recipe, self._capture, *key, also)) is not None:
+            elif (found := self._with_bits(asked.recipe, key, also)) is not None:
                 known.append(asked.recipe)
-                self._heads[key] = _Shown(asked.recipe, *found)
+                self._heads[key] = found
         return self._heads[key]
+
+    def _with_bits(self, recipe: Recipe, key: tuple[str, int, int], also: Sequence[int]) -> _Shown | None:
+        """Of zeros alone, as where scales underflow, no kernel is told."""
+        found = rows_with_bits(recipe, self._capture, *key, also)
+        return _Shown(recipe, *found) if found is not None and bool(found[2].any()) else None
 
     def _is_told(self, found: Recognised) -> bool:
         """Whether it is a kernel below 16 bits, and not one of a cache alone: of that more is told by its formats."""
