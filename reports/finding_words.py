@@ -111,7 +111,7 @@ def _surely(finding: SharedFinding) -> str:
     if finding.label == "nonfinite":
         return "Sure: certain, and the kernel's fault"
     if finding.label == "wrong":
-        return f"Sure: certain; {fault(finding)}{'' if finding.formats else ', or a damaged capture'}"
+        return f"Sure: certain; {fault(finding)}{unknown(finding) if finding.formats else ', or a damaged capture'}"
     if finding.label == "unjudged":
         return "Sure: certain that metadata or kernel are wrong"
     if finding.label == "biased" and finding.p_adjusted is not None:
@@ -307,6 +307,12 @@ def fault(finding: SharedFinding) -> str:
     return f"{whose}, or chance" if _may_be_chance(finding) else whose
 
 
+def unknown(finding: SharedFinding) -> str:
+    """Of which quantities the format below 16 bits is not the fault; empty: of none."""
+    names = [SYMBOLS[name] for name in finding.unexplained]
+    return f"; of {together(names)} it is another" if names else ""
+
+
 def _may_be_chance(finding: SharedFinding) -> bool:
     return finding.label == "biased" and (finding.p_adjusted or 0.0) > _HARDLY_CHANCE
 
@@ -331,7 +337,7 @@ def sure(finding: SharedFinding) -> str:
     if finding.label == "wrong" and MASK_UNSEEN in (finding.pattern or ""):
         return "certain that no rounding does that; but dropout would, and is no fault of the kernel."
     if finding.label == "wrong" and finding.formats:
-        return f"certain: {fault(finding)}, not the inputs'."
+        return f"certain: {fault(finding)}, not the inputs'{unknown(finding)}."
     if finding.label == "wrong":
         if finding.of_few_bits:
             return "certain: 8 bits in all rows make less; kernel or capture is at fault."

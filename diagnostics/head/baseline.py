@@ -186,18 +186,26 @@ def _below_16_bits(subject: search.SearchedHead, rows: Tensor, *, scores_alone: 
 
 def has_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> bool:
     """Whether a head's O has a recipe's bits, in as many elements of a few rows as the right one has; on the CPU."""
-    return equal_bits(recipe, capture, observation, batch, head) is not None
+    return rows_with_bits(recipe, capture, observation, batch, head) is not None
 
 
-def equal_bits(recipe: Recipe, capture: Capture, observation: str, batch: int, head: int) -> float | None:
-    """The part of the elements of a few rows of O that have a recipe's bits; None: fewer than of the right one."""
+def rows_with_bits(
+    recipe: Recipe, capture: Capture, observation: str, batch: int, head: int, also: Sequence[int] = ()
+) -> tuple[float, Tensor, Tensor] | None:
+    """How much of a few rows of O has a recipe's bits, these rows, int64 [R], and the recipe's O there, [R, D].
+
+    None: it has fewer than of the right one. ``also``: other rows that are run, and not counted.
+    """
     device = torch.device("cpu")
     subject = search.read_subject(capture, observation, batch, head, device)
     if subject is None:
         return None
-    (trial,) = subject.run([recipe], compared_rows(*capture.lengths(batch), device))
-    found = trial.match.agreement
-    return found if found >= search.threshold(subject.fmt, trial.match.equal.numel(), recipe) else None
+    counted = compared_rows(*capture.lengths(batch), device)
+    rows = torch.unique(torch.cat([counted, torch.tensor(also, dtype=counted.dtype)]))
+    (trial,) = subject.run([recipe], rows)
+    same = trial.match.equal.reshape(len(rows), -1)[torch.isin(rows, counted)]
+    found = float(same.double().mean())
+    return (found, rows, trial.out) if found >= search.threshold(subject.fmt, same.numel(), recipe) else None
 
 
 def compared_rows(q_length: int, k_length: int, device: torch.device) -> Tensor:

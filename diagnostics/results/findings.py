@@ -164,6 +164,8 @@ class SharedFinding:
     """The pattern that ``pattern`` says; null: none was found, or it is not known, in older documents."""
     otherwise: tuple[OtherCause, ...] = ()
     """Causes that other heads of the finding show, the commonest first; none: none is known that differs."""
+    unexplained: tuple[Quantity, ...] = ()
+    """Wrong quantities of the worst head that its ``cause``, a format below 16 bits, does not explain."""
     alike: int | None = None
     """Heads that show the worst head's cause; null: it is not known."""
 

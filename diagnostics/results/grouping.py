@@ -16,7 +16,7 @@ from attn_diag.results.estimates import Label
 from attn_diag.results.finding_places import Entry, numbers, other_ranks, places_of, ranks_of, step_of
 from attn_diag.results.findings import KINDS, FindingAtStep, FindingPlace, Kind, OtherCause, SharedFinding, WorstHead
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis
-from attn_diag.results.quality import Quantity, QuantityVerdict, right_beside
+from attn_diag.results.quality import BEYOND_FORMAT, Quantity, QuantityVerdict, is_explained, right_beside
 from attn_diag.results.wording import SYMBOLS, together
 
 _FORWARD = ("o", "lse")
@@ -24,7 +24,7 @@ _MEANS: tuple[Literal["delta", "delta_excess", "o_away_excess", "o_excess"], ...
     "delta", "delta_excess", "o_away_excess", "o_excess",
 )  # fmt: skip
 # Kinds of patterns that say where a quantity is off, or that it follows from another, and not how it came about.
-_PLACES = ("off", "unrelated", "elements", "factors", "rows", "keys", "features", "forward")
+_PLACES = ("off", "unrelated", "elements", "factors", "rows", "keys", "features", "forward", BEYOND_FORMAT)
 # Labels that one fault has one after the other, as it grows.
 _GROWING: tuple[Kind, ...] = ("wrong", "lossy", "biased")
 
@@ -180,6 +180,8 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
     observed = any(dq.relative_error is not None for dq in gradients)
     assert head.verdict is not None
     site = _site(group) if label in ("lossy", "biased") else None
+    if any(p.formats for q in own for p in q.patterns[:1]) and all(q.site is None for q in own):
+        site = None  # other heads'
     patterns = [(q, p) for q in own for p in q.patterns[:1] if site is None or p.kind != "rounding"]
     words, cause = next(((f"{SYMBOLS[q.quantity]}: {p.words}", p) for q, p in patterns), (None, None))
     alike, others = _causes(label, group, head)
@@ -221,6 +223,9 @@ def _finding(label: Kind, group: Sequence[Entry], earlier: Sequence[Entry], look
         pattern=words,
         cause=cause,
         otherwise=others,
+        unexplained=tuple(
+            q.quantity for q in own if cause and cause.formats and label == "wrong" and not is_explained(q)
+        ),
         alike=alike,
         typical_factor_ci95=own[0].typical_factor_ci95 if own else None,
         other_ranks=other_ranks(ranks, group, looked),
@@ -266,7 +271,7 @@ def _own_cause(label: Kind, head: HeadDiagnosis) -> tuple[object, QuantityVerdic
             return quantity.site, quantity
         for pattern in quantity.patterns[:1]:
             if pattern.kind not in _PLACES:
-                return (pattern.kind, *sorted(pattern.formats.items())), quantity
+                return (pattern.kind, pattern.kernel, *sorted(pattern.formats.items())), quantity
     return None
 
 

@@ -13,9 +13,13 @@ Answer = Literal["nonfinite", "wrong", "lossy", "undecided", "good", "stated"]
 # Above ``LOSSY`` a kernel is worse than a well-rounded one, below ``AS_GOOD`` as good; real ones: 0.93 to 1.07.
 LOSSY, AS_GOOD = 1.25, 1.1
 
+BEYOND_FORMAT = "beyond format"
+"""The kind of a pattern of rows that are further off than the format below 16 bits makes, which others show."""
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"
+OR_WRONG = "; so large a factor need not be rounding, it may be wrong mathematics"
+"""What is said of a large factor of which nothing else is known."""
 OPERANDS, PROBS = ("q", "k", "v"), "p"
 """Names in ``Pattern.formats``; p: P_bar."""
 SHARED_ERRORS = ("shared factor", "shared scale", "shared softcap", "last rounding", "operands", "stored", "kernel")
@@ -104,6 +108,11 @@ class QuantityVerdict:
     """Where and how it is wrong."""
     ranks: tuple[str, ...] = ()
     """The ranks that are at fault, where a capture merged of several has others that are not; else none."""
+
+
+def is_explained(verdict: QuantityVerdict) -> bool:
+    """Whether bits that were lost below 16, here or in the forward, are what is wrong with a quantity."""
+    return any(pattern.formats or pattern.kind == "forward" for pattern in verdict.patterns[:1])
 
 
 def no_rounding(patterns: Sequence[Pattern]) -> str:

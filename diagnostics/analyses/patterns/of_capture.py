@@ -15,12 +15,13 @@ from torch import Tensor
 from attn_diag.analyses.patterns.evidence import Evidence
 from attn_diag.analyses.patterns.find import find_patterns
 from attn_diag.analyses.patterns.gather import HeadTruths
+from attn_diag.analyses.patterns.of_heads import OtherHeads
 from attn_diag.analyses.patterns.of_kernel import UndeclaredKernels
 from attn_diag.analyses.patterns.of_latent import latent_pattern
 from attn_diag.analyses.patterns.of_mistake import redrawn_dropout, unseen_dropout
 from attn_diag.analyses.patterns.of_operands import HeldOperands
 from attn_diag.analyses.patterns.of_samples import made_by_rounding, rows_outlying, rows_unlike, squared_size
-from attn_diag.analyses.patterns.of_stored import stored_below
+from attn_diag.analyses.patterns.of_stored import stored_below, stored_in
 from attn_diag.analyses.patterns.shared_error import shared_error
 from attn_diag.analyses.patterns.worded import MERE_PLACES, item_of, with_patterns
 from attn_diag.captures.capture import Capture
@@ -38,12 +39,13 @@ from attn_diag.head.read import NonFiniteCensus, read_float64, read_head, read_o
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.reference import AttentionHead, FloatFormat, format_of
 from attn_diag.reference.fused import reference_of
-from attn_diag.results.quality import Pattern, QuantityVerdict
+from attn_diag.results.quality import BEYOND_FORMAT, Pattern, QuantityVerdict
 
 # Wrong quantities of an observation beyond these keep the plain words: they are mostly wrong in the same way. Coarse
 # ones are all looked at, as a pattern decides whether they are wrong.
 _MOST_QUANTITIES = 24
-_MOST_OTHERS, _MOST_ELSEWHERE = 8, 16
+# So many other sequences are asked whether they show it too.
+_MOST_OTHERS = 8
 # Tensors of another head make an error of the size of the quantity, but where heads are alike (V's with a common mean).
 _OTHER_HEAD_FROM = 0.1
 # A sequence of whose squared error there is no more, over a well-rounded kernel's (of part of LSE's budget), is right.
@@ -52,6 +54,8 @@ _RIGHT = AS_GOOD**2
 _NEARLY_ALL = 0.9
 # From so many times a well-rounded kernel's error on what leaves no more than that kernel does can explain it.
 _EXPLICABLE = (1 - _NEARLY_ALL) ** -0.5
+# Kinds of patterns that say no more than which rows are off.
+_VAGUE = ("off", "unrelated", "elements", "factors", "rows")
 _OUTPUTS = ("o", "dq", "dk", "dv")
 
 
@@ -66,6 +70,7 @@ class CapturePatterns:
         self._looked_at: Counter[str] = Counter()
         self._shown = defaultdict[tuple[str, str], set[tuple[str, str]]](set)  # by observation and quantity
         self._group = capture.q_heads // capture.kv_heads
+        self._other_heads = OtherHeads(capture, device)
         self._kept: tuple[object, HeadTruths] | None = None
         self._held, self._kernels = HeldOperands(), UndeclaredKernels(capture, recognised)
 
@@ -118,8 +123,15 @@ class CapturePatterns:
         if verdict.declared is None and math.isfinite(size):
             kernel = self._kernels.pattern(observation, batch, head, evidence)
             stored = stored_below(evidence) if verdict.quantity in _OUTPUTS and kernel is None else None
-            if (below := kernel or stored) is not None:
-                return with_patterns(verdict, [below])
+            below = kernel or stored
+            if below is not None and below.kind == BEYOND_FORMAT and bad:
+                # What rows hold, and which they are, is told more closely by what wrong mathematics makes.
+                told = find_patterns(evidence)[:1]
+                below = None if told and told[0].kind not in _VAGUE else below
+            if below is not None:
+                alike = self._alike(below, observation, head, verdict, batch, batches)
+                where = "" if alike else self._worst(batch, others_right)
+                return with_patterns(verdict, [replace(below, words=f"{where}{below.words}")])
         known = self._held.known(observation, evidence, math.sqrt(size)) if coarse and low_bit else None
         patterns = [known] if known else [] if rounded else find_patterns(evidence)
         rows = [row for one in own for row in rows_unlike(one)]
@@ -151,11 +163,36 @@ class CapturePatterns:
             patterns = patterns if one_name else list(verdict.patterns)
         where = ""
         if len(self._batches(batches)) > 1:
-            item, rank = item_of(self._capture.metadata, batch)
-            where = f"{item} alone: " if others_right else f"worst in {item}: "
+            where, rank = self._worst(batch, others_right), item_of(self._capture.metadata, batch)[1]
             if rank and others_right and (bad or patterns):
                 verdict = replace(verdict, ranks=(rank,))
         return with_patterns(verdict, patterns, where)
+
+    def _worst(self, batch: int, others_right: bool) -> str:
+        """The sequence that a pattern is of, before its words."""
+        item, _ = item_of(self._capture.metadata, batch)
+        return f"{item} alone: " if others_right else f"worst in {item}: "
+
+    def _alike(
+        self,
+        pattern: Pattern,
+        observation: str,
+        head: int,
+        verdict: QuantityVerdict,
+        batch: int,
+        batches: Sequence[int],
+    ) -> bool:
+        """Whether all sequences (of many some) show a kernel or format below 16 bits that one of them shows."""
+        others = [b for b in self._batches(batches) if b != batch]
+        if pattern.kernel is not None:
+            return self._kernels.shared(observation, others, head, pattern.kernel)
+        some = others[:: -(-len(others) // _MOST_OTHERS)] if others else ()
+        if pattern.kind == BEYOND_FORMAT:
+            return not others
+        return all(
+            stored_in(*self._observed(observation, b, head, verdict)) == pattern.formats.get(verdict.quantity)
+            for b in some
+        )
 
     def held(self, observation: str, part: HeadMeasurement) -> bool:
         """Whether the O of a head was stored below 16 bits, or is that of q, k or v that were held there."""
@@ -165,9 +202,9 @@ class CapturePatterns:
         if o.declared != "":
             return False
         size = math.sqrt(squared_size(o))
-        if self._kernels.pattern(*where, evidence()) is not None:
-            return True
-        return stored_below(evidence()) is not None or self._held.pattern(*where, evidence, "o", size) is not None
+        if (found := self._kernels.pattern(*where, evidence()) or stored_below(evidence())) is not None:
+            return bool(found.formats)
+        return self._held.pattern(*where, evidence, "o", size) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""
@@ -252,7 +289,7 @@ class CapturePatterns:
         key = (observation, batch, tuple(heads))
         if self._kept is None or self._kept[0] != key:
             inputs = [read_head(c, batch, h, self._device) for h in heads]
-            self._kept = key, HeadTruths.of(inputs, stored, [self._name(h) for h in heads])
+            self._kept = key, HeadTruths.of(inputs, stored, [self._other_heads.name(h) for h in heads])
         captured = []
         for h in heads:
             outputs, _ = read_outputs(c, observation, batch, h, self._device, NonFiniteCensus())
@@ -261,11 +298,16 @@ class CapturePatterns:
         large = (verdict.relative_error or 1.0) > _OTHER_HEAD_FROM or (verdict.factor or 0.0) > _EXPLICABLE
         return self._kept[1].evidence(
             name, observed, fmt, outlying, features, captured=captured,
-            others=() if not large else self._elsewhere(batch, heads) if len(heads) > 1 else self._others(batch, head),
-            key_heads=self._key_heads(batch) if len(heads) > 1 else {},
+            others=self._elsewhere(batch, heads, head) if large else (),
+            key_heads=self._other_heads.key_heads(batch) if len(heads) > 1 else {},
             cuts=self._cuts(observation, batch, head), sinks=[self._sinks(observation, batch, h, sink) for h in heads],
             mistakes=[other_slopes(c, batch, h) + other_dropouts(c, batch, h) for h in heads],
         )  # fmt: skip
+
+    def _elsewhere(self, batch: int, heads: Sequence[int], head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
+        """Heads whose tensors may have been taken instead."""
+        others = self._other_heads
+        return others.nearest(batch, heads) if len(heads) > 1 else others.others(batch, head)
 
     def _latent(self, observation: str, batch: int, head: int) -> Pattern | None:
         """The mistake in the gradient of a latent that k and v share."""
@@ -294,52 +336,6 @@ class CapturePatterns:
         if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
-
-    def _name(self, head: int) -> str:
-        return f"head {head + self._capture.metadata.head_offset}"
-
-    def _elsewhere(self, batch: int, heads: Sequence[int]) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest query heads of other key heads, and the same ones of other sequences."""
-        c = self._capture
-        far = sorted(set(range(c.q_heads)) - set(heads), key=lambda h: abs(h - heads[0]))[:_MOST_ELSEWHERE]
-        places = [(batch, h) for h in far]
-        places += [(b, h) for b in range(c.batch) if b != batch for h in heads][:_MOST_OTHERS]
-        return [(self._name(h) + self._elsewhen(b, batch), partial(self._read, b, h)) for b, h in places]
-
-    def _read(self, batch: int, head: int) -> AttentionHead:
-        return read_head(self._capture, batch, head, self._device).head
-
-    def _elsewhen(self, batch: int, own: int) -> str:
-        return "" if batch == own else f" of {item_of(self._capture.metadata, batch)[0]}"
-
-    def _key_heads(self, batch: int) -> dict[str, str]:
-        """By the query heads' names: their key head's."""
-        c, offset = self._capture, self._capture.metadata.head_offset
-        if offset % self._group:
-            return {}
-        return {
-            self._name(h) + where: f"key head {(h + offset) // self._group}{where}"
-            for where in (self._elsewhen(b, batch) for b in range(c.batch))
-            for h in range(c.q_heads)
-        }
-
-    def _others(self, batch: int, head: int) -> list[tuple[str, Callable[[], AttentionHead]]]:
-        """The nearest other heads, one of each other key head first, and the same head of other sequences."""
-        c = self._capture
-        own = head // self._group
-        keys = sorted((kv for kv in range(c.kv_heads) if kv != own), key=lambda kv: abs(kv - own))
-        heads = [kv * self._group + head % self._group for kv in keys]
-        heads += sorted(
-            (h for h in range(c.q_heads) if h // self._group == own and h != head), key=lambda h: abs(h - head)
-        )
-        heads = list(dict.fromkeys([*heads[:_MOST_OTHERS], *((head + by) % c.q_heads for by in (-1, 1))]))
-        others = [b for b in range(c.batch) if b != batch][:_MOST_OTHERS]
-        named = {h: self._name(h) for h in heads if h != head}
-        if self._group > 1:
-            offset = c.metadata.head_offset
-            named |= {h: f"{n} (key head {(h + offset) // self._group})" for h, n in named.items()}
-        found = [(name, partial(self._read, batch, h)) for h, name in named.items()]
-        return [*found, *((item_of(c.metadata, b)[0], partial(self._read, b, head)) for b in others)]
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.patterns.evidence import Evidence
+from attn_diag.analyses.patterns.of_beyond import beyond
 from attn_diag.head.quality import AS_GOOD
-from attn_diag.reference import ulp
+from attn_diag.reference import FloatFormat, ulp
 from attn_diag.results.quality import Pattern
-from attn_diag.results.wording import number
+from attn_diag.results.wording import number, share
 
 # Formats by the bits of their mantissa, or their largest code; what has fewer numbers first.
 _INT4, _INT8 = ("INT4", 7), ("INT8", 127)
@@ -34,6 +35,11 @@ _NATS = 20.0
 _FITTED, _ROUNDINGS = 2, 1.5
 # So much of the squared error storing explains, at least.
 _EXPLAINED = 0.5
+# Numbers are further off than that to a whole spacing, and so many times a well-rounded kernel's error, by no cast; and
+# if more than this part of the rows hold such numbers, something else makes the error.
+_CLEARLY, _MOST_BEYOND = 8.0, 0.1
+# So many numbers share the largest size where a cast clips.
+_MANY_CLIPPED = 8
 
 
 @dataclass(frozen=True)
@@ -56,34 +62,87 @@ def stored_below(evidence: Evidence) -> Pattern | None:
     """
     rows = evidence.usable.nonzero()[:, 0]
     observed, truth = evidence.observed[rows], evidence.truth[rows]
-    grid = next(_grids(observed, evidence.fmt.precision), None)
+    grid = next(_grids(observed, evidence.fmt.precision, evidence.fmt.smallest_normal), None)
     if grid is None:
         return None
-    # To nearest, and widened again, it is half a spacing of both further off than a well-rounded kernel at most.
-    nearest = (grid.step + ulp(observed, evidence.fmt)) / 2
-    beyond = ((observed - truth).abs() - nearest).clamp(min=0.0).square().sum()
-    before, noise = evidence.error[rows].square().sum(), evidence.noise[rows].sum()
-    explained = 1 - float(beyond / before.clamp(min=1e-300))
+    away, last_bit = (observed - truth).abs(), ulp(observed, evidence.fmt)
+    clipped = _clipped(observed, truth)
+    # To nearest, and widened again, it is half a spacing of both further off than a well-rounded kernel at most; to
+    # either side a whole one.
+    far = away - _spacing(grid, observed, truth) - last_bit
+    far = far > _CLEARLY * (evidence.noise[rows, None] / truth.shape[1]).sqrt()
+    beyond_it = (far & ~clipped).any(1)
+    if float(beyond_it.double().mean()) > _MOST_BEYOND:
+        return None
+    left_of = (away - (grid.step + last_bit) / 2).clamp(min=0.0).square()
+    own = ~beyond_it
+    before, noise = (away.square() * ~clipped)[own].sum(), evidence.noise[rows][own].sum()
+    left_over = (left_of * ~clipped)[own].sum()
+    explained = 1 - float(left_over / before.clamp(min=1e-300))
     if not explained >= _EXPLAINED:
         return None
-    left = math.sqrt(float(beyond / noise.clamp(min=1e-300)))
-    words = f"all {evidence.unit} are stored {grid.words}, and but for that as good as a well-rounded kernel's"
+    numbers = f"are stored {grid.words}"
+    if bool(clipped.any()):
+        largest, clips = number(float(observed.abs().max())), share(float(clipped.double().mean()))
+        numbers += f", {clips} of their numbers clipped at {largest}"
+    left = math.sqrt(float(left_over / noise.clamp(min=1e-300)))
+    if bool(beyond_it.any()):
+        if left > AS_GOOD:
+            return None  # a factor, or what else all rows have
+        others = f"all {evidence.unit} {numbers}"
+        return beyond(evidence, rows[beyond_it], away[beyond_it], ", more than storing makes", others)
+    words = f"all {evidence.unit} {numbers}, and but for that as good as a well-rounded kernel's"
     if left > AS_GOOD:
-        off = f"{number(left)} times a well-rounded kernel's error off the nearest such numbers"
-        words = f"all {evidence.unit} are stored {grid.words}, {off}"
+        off_them = f"{number(left)} times a well-rounded kernel's error off the nearest such numbers"
+        words = f"all {evidence.unit} {numbers}, {off_them}"
     return Pattern("stored", words, explained, left, formats={evidence.quantity: grid.format})
 
 
-def _grids(x: Tensor, precision: int) -> Iterator[StoredNumbers]:
-    """Formats of which all numbers [n, D] of 16 bits, with ``precision`` bits of significand, are codes."""
+def stored_in(observed: Tensor, fmt: FloatFormat) -> str | None:
+    """The format below 16 bits that all numbers [n, D] are codes of; None: of none."""
+    grid = next(_grids(observed, fmt.precision, fmt.smallest_normal), None)
+    return None if grid is None else grid.format
+
+
+def _spacing(grid: StoredNumbers, observed: Tensor, truth: Tensor) -> Tensor:
+    """How far a cast of any kind may move numbers, [n, D].
+
+    Where scales are powers of two the largest of a block may be clipped by two of its spacings; the smallest number of
+    FP4 is an eighth of the largest.
+    """
+    step, width = grid.step, observed.shape[1]
+    for size in (_BLOCK, 2 * _BLOCK):
+        if width % size == 0:
+            blocks = observed.abs().reshape(-1, size)
+            largest = blocks.amax(1, keepdim=True).expand_as(blocks).reshape(observed.shape)
+            step = torch.where(
+                (observed.abs() == largest) & (truth.abs() > largest), torch.maximum(step, 2 * grid.step), step
+            )
+            if grid.format == _FLOATS[0][0]:
+                step = torch.maximum(step, largest / 8)
+    return step
+
+
+def _clipped(observed: Tensor, truth: Tensor) -> Tensor:
+    """Which numbers are the largest there is though they should be larger still; none where they are few."""
+    largest = observed.abs() == observed.abs().amax()
+    found = largest & (truth.abs() > observed.abs()) & (truth.sign() == observed.sign())
+    return found if int(found.sum()) >= _MANY_CLIPPED else torch.zeros_like(found)
+
+
+def _grids(x: Tensor, precision: int, smallest: float = 0.0) -> Iterator[StoredNumbers]:
+    """Formats of which all numbers [n, D] of 16 bits, with ``precision`` bits of significand, are codes.
+
+    Below ``smallest`` the numbers of 16 bits are evenly spaced.
+    """
     groups = [("a scale for the head", x.reshape(1, -1)), ("a scale for each row", x)]
     if x.shape[1] % _BLOCK == 0:
         groups.append((f"a scale for {_BLOCK} numbers", x.reshape(-1, _BLOCK)))
     yield from _integers(x, groups, precision, *_INT4)
     for (name, bits), (scale, group) in product(_FLOATS, groups):
-        if bits >= precision or _float_step(_few(group), bits, precision) is None:
+        if bits >= precision or _float_step(_few(group), bits, precision, smallest) is None:
             continue
-        if (found := _float_step(group, bits, precision)) is not None:
+        if (found := _float_step(group, bits, precision, smallest)) is not None:
             step, exact = found
             how = f"{name[:-1]}, {_UP_TO_TWO if exact else scale})"
             bits_words = "1 bit" if bits == 1 else f"{bits} bits"
@@ -102,31 +161,32 @@ def _integers(
             yield StoredNumbers(name, f"in {name} ({scale})", step.expand(group.shape).reshape(x.shape))
 
 
-def _float_step(groups: Tensor, bits: int, precision: int) -> tuple[Tensor, bool] | None:
+def _float_step(groups: Tensor, bits: int, precision: int, smallest: float) -> tuple[Tensor, bool] | None:
     """The spacing of a format with so many bits at numbers [G, N], each group with a scale, and whether all scales are
     powers of two; None: these are not its numbers."""
     zero = groups == 0
     size = torch.where(zero, 1.0, groups.abs())
     codes = 1 + torch.arange(2**bits + 1, dtype=groups.dtype, device=groups.device) / 2**bits
     # A number of each group is its scale times one of the codes: which one, is tried.
-    first = size.gather(1, (~zero).int().argmax(1, keepdim=True))
+    first = size.gather(1, torch.where(zero, 0.0, size).argmax(1, keepdim=True))
     scales = first / codes[:-1]  # [G, codes]
+    # Scale and number were rounded, the one that the scale is taken of too.
+    tolerance = 2.0**-precision * (smallest / size).clamp(min=1.0)
     tried = []
     for scale in scales.mT[..., None]:
         exponent = (size / scale).log2().floor()
         off = (size[..., None] / (scale * exponent.exp2())[..., None] / codes - 1).abs().min(-1)
-        tried.append((off.values.masked_fill(zero, 0.0).amax(1), off.indices, exponent))
+        tried.append(((off.values / tolerance).masked_fill(zero, 0.0).amax(1), off.indices, exponent))
     furthest, best = torch.stack([one[0] for one in tried]).min(0)  # [G]
-    # Scale and number were rounded, the one that the scale is taken of too.
-    tolerance = 2.0**-precision
-    if bool((furthest > tolerance).any()):
+    if bool((furthest > 1).any()):
         return None
     code, exponent = (torch.stack([one[i] for one in tried])[best, torch.arange(len(best))] for i in (1, 2))
     # Numbers that are all the same, as where V is, are codes of any format.
     if len(torch.unique((code % 2**bits)[~zero])) <= 2**bits // 2:
         return None
-    told = float(((~zero).sum(1) - _FITTED).clamp(min=0).sum())
-    if not -math.log(min(1.0, 2 ** (bits + 1) * tolerance / math.log(2.0))) * told > _NATS:
+    by_chance = (2 ** (bits + 1) * tolerance / math.log(2.0)).clamp(max=1.0).masked_fill(zero, 1.0)
+    telling = (~zero).sum(1)
+    if not float((-by_chance.log().sum(1) * (1 - _FITTED / telling.clamp(min=_FITTED))).sum()) > _NATS:
         return None
     scale = scales.gather(1, best[:, None])
     step = scale * (exponent - bits + (code == 2**bits)).exp2()

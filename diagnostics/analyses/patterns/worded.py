@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from attn_diag.analyses.patterns.backward import FORWARD_BLAMED
 from attn_diag.captures.metadata import Metadata
-from attn_diag.results.quality import SHARED_ERRORS, Pattern, QuantityVerdict, no_rounding
+from attn_diag.results.quality import OR_WRONG, SHARED_ERRORS, Pattern, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, percent
 
 # What makes a kernel that is merely lossy by its size wrong.
@@ -47,7 +47,8 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         first = replace(first, words=first.words.replace(FORWARD_BLAMED, ": its backward adds no error to theirs"))
         patterns = (first, *patterns[1:])
     if verdict.answer in ("lossy", "undecided") and first.kind in ("forward", *SHARED_ERRORS):
-        return replace(verdict, words=f"{verdict.words[:-1]}; {where}{first.words}.", patterns=tuple(patterns))
+        words = verdict.words[:-1].replace(OR_WRONG, "") if first.formats else verdict.words[:-1]
+        return replace(verdict, words=f"{words}; {where}{first.words}.", patterns=tuple(patterns))
     if first.formats:
         words = verdict.words.partition(", which no ")[0]
         return replace(verdict, words=f"{words}: {where}{first.words}.", patterns=tuple(patterns))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from attn_diag.head.cut_off import SITES as CUT_OFF
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.diagnosis import Label
-from attn_diag.results.quality import PROBS, QuantityVerdict
+from attn_diag.results.quality import PROBS, QuantityVerdict, is_explained
+from attn_diag.results.wording import SYMBOLS, together
 
 _NOT_FUSED = (
     "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
@@ -32,11 +33,15 @@ _BOTH = (
     "q, k or v and P̄ lost their bits before they were multiplied. Where that is meant, declare the kernel (--declared "
     "fa3-fp8, sage2, …): then it is held against one that has no more bits."
 )
+_KERNEL = (
+    "O has the bits of a published kernel below 16 bits. Where that is meant, declare it (--declared {}): then all is "
+    "held against that."
+)
 _STORED = (
     "The result lost its bits when it was stored. Where that is meant (an O in FP8 for the next product), capture it "
     "before that cast: then all else is judged."
 )
-LOW_BITS = (OPERANDS, _PROBS, _BOTH, _STORED)
+_LOW_BITS = (OPERANDS, _PROBS, _BOTH, _STORED)
 MEAN_OF_OPERANDS = (
     "Bits that q, k, v, P̄ or O lost make a mean error of O as well: test it again without that loss, or declared."
 )
@@ -89,7 +94,8 @@ WITHOUT_O = (
 
 def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
     """What to do about quantities that are lossy."""
-    if (known := known_rounding(lossy)) in LOW_BITS:
+    known = known_rounding(lossy)
+    if known is not None and of_low_bits(known):
         return known
     largest = max(q.factor or 0.0 for q in lossy) if lossy else 0.0
     low = known is None and any(q.quantity == "o" and (q.factor or 0.0) > _LIKE_8_BITS for q in lossy if not q.declared)
@@ -100,7 +106,11 @@ def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
 def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     """What to do about quantities that are wrong: formats of a few bits make so much as well."""
     known = known_rounding(wrong)
-    if known in LOW_BITS and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
+    below = known is not None and of_low_bits(known)
+    unexplained = [SYMBOLS[q.quantity] for q in wrong if not is_explained(q)]
+    if known is not None and below and unexplained:
+        return f"{known} That does not explain {together(unexplained)}: look there for another fault."
+    if known is not None and below and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
         return known
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
         return (
@@ -110,12 +120,19 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     return SUGGESTIONS["wrong"]
 
 
+def of_low_bits(advice: str) -> bool:
+    """Whether what to do is about bits that were lost below 16."""
+    return advice in _LOW_BITS or advice.startswith(_KERNEL.partition("{}")[0])
+
+
 def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
     """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
     if lossy and all(q.site in CUT_OFF for q in lossy):
         return KEPT_WHOLE
     if lossy and all(q.site == "gradient_accumulator" for q in lossy):
         return _ADDED_UP
+    if (name := next((p.kernel for q in lossy for p in q.patterns[:1] if p.kernel is not None), None)) is not None:
+        return _KERNEL.format(name)
     if lossy and all(q.patterns and q.patterns[0].formats for q in lossy):
         lost = {name for q in lossy for name in q.patterns[0].formats}
         if all(q.quantity in q.patterns[0].formats for q in lossy):

@@ -18,7 +18,7 @@ from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import NOT_JUDGED, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
+from attn_diag.results.quality import NOT_JUDGED, OR_WRONG, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
@@ -184,7 +184,7 @@ def judge_quantity(
         site += f"; it should be zero in {zeros}: dP and delta do not cancel there"
         site += "" if known else ", as where delta is rounded"
     if ratio.low > _HUGE and whole.site is None:
-        site += "; so large a factor need not be rounding, it may be wrong mathematics"
+        site += OR_WRONG
     if whole.beyond_backward:
         beyond = f"{times(whole.beyond_backward)} times what 16 bits leave, in which {whole.declared} computes it"
         return verdict("lossy", f"{name} has {factor}; it is off what the captured LSE gives by {beyond}.")

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 
 from attn_diag.analyses.verdicts.advice import (
     DROPPED_OUT,
-    LOW_BITS,
     MEAN_OF_OPERANDS,
     SUGGESTIONS,
     WITHOUT_O,
     known_rounding,
     of_lossy,
+    of_low_bits,
     of_wrong,
 )  # fmt: skip
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
@@ -151,7 +151,8 @@ def judge(
     if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
     suggestions["lossy"] = of_lossy(answers["lossy"])
-    if (known := known_rounding(answers["lossy"] or answers["undecided"])) in LOW_BITS:
+    known = known_rounding(answers["lossy"] or answers["undecided"])
+    if known is not None and of_low_bits(known):
         suggestions |= {"lossy" if answers["lossy"] else "undecided": known, "biased": MEAN_OF_OPERANDS}
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
 
