@@ -70,8 +70,8 @@ class UndeclaredKernels:
             return None
         name, rows, formats = shown.recipe.name, evidence.usable.nonzero()[:, 0], formats_of(shown.recipe)
         if evidence.quantity == "o":
-            if (beyond := _beyond(evidence, shown)) is not None:
-                return beyond
+            if (others := _beyond(evidence, shown)) is not None:
+                return others
             words = f"all rows have the bits of {name}, a kernel below 16 bits ({share(shown.equal)} of those compared)"
             return Pattern("kernel", words, formats=formats, kernel=name)
         made = self._emulated(key, shown.recipe, evidence)
