@@ -34,11 +34,11 @@ from attn_diag.kernels.formats import STORED, base
 from attn_diag.kernels.quantize import quantize, spread
 from attn_diag.kernels.quantizers import Quantizer, parse_quantizer
 from attn_diag.reference import AttentionHead, format_of, ulp
+from attn_diag.results.quality import OPERANDS
 from attn_diag.results.wording import runs_of
 
 # In units of the noise's mean square: what is left of O where the scales are right, and over what is left without.
 EXACT, PART = 0.5, 0.25
-OPERANDS = ("q", "k", "v")
 # Of the way from one recipe to another O has gone all but a quarter, or a tenth where more than half as much as the way
 # is left; and is so many standard errors beyond half of it.
 _GONE, _ALL, _NEAR, _SURE = 0.75, 0.9, 0.5, 4.0

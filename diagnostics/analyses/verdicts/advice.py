@@ -21,7 +21,7 @@ KEPT_WHOLE = (
     "to nearest."
 )
 _ADDED_UP = "The rounding is known, and named with the head: add up these gradients in fp32, and round each once."
-OPERANDS = (
+_OPERANDS = (
     "q, k or v lost their bits before they were multiplied. Where that is meant (a cache in FP8), give them as the "
     "kernel multiplies them, code times scale: then all else is judged."
 )
@@ -41,7 +41,6 @@ _STORED = (
     "The result lost its bits when it was stored. Where that is meant (an O in FP8 for the next product), capture it "
     "before that cast: then all else is judged."
 )
-_LOW_BITS = (OPERANDS, _PROBS, _BOTH, _STORED)
 MEAN_OF_OPERANDS = (
     "Bits that q, k, v, P̄ or O lost make a mean error of O as well: test it again without that loss, or declared."
 )
@@ -94,9 +93,9 @@ WITHOUT_O = (
 
 def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
     """What to do about quantities that are lossy."""
-    known = known_rounding(lossy)
-    if known is not None and of_low_bits(known):
-        return known
+    if (lost := lost_bits(lossy)) is not None:
+        return lost
+    known = _known_rounding(lossy)
     largest = max(q.factor or 0.0 for q in lossy) if lossy else 0.0
     low = known is None and any(q.quantity == "o" and (q.factor or 0.0) > _LIKE_8_BITS for q in lossy if not q.declared)
     declared = _OR_DECLARED if low else ""
@@ -105,13 +104,11 @@ def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
 
 def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     """What to do about quantities that are wrong: formats of a few bits make so much as well."""
-    known = known_rounding(wrong)
-    below = known is not None and of_low_bits(known)
-    unexplained = [SYMBOLS[q.quantity] for q in wrong if not is_explained(q)]
-    if known is not None and below and unexplained:
-        return f"{known} That does not explain {together(unexplained)}: look there for another fault."
-    if known is not None and below and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
-        return known
+    lost, unexplained = lost_bits(wrong), [SYMBOLS[q.quantity] for q in wrong if not is_explained(q)]
+    if lost is not None and unexplained:
+        return f"{lost} That does not explain {together(unexplained)}: look there for another fault."
+    if lost is not None and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
+        return lost
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
         return (
             SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
@@ -120,24 +117,27 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     return SUGGESTIONS["wrong"]
 
 
-def of_low_bits(advice: str) -> bool:
-    """Whether what to do is about bits that were lost below 16."""
-    return advice in _LOW_BITS or advice.startswith(_KERNEL.partition("{}")[0])
+def lost_bits(quantities: Sequence[QuantityVerdict]) -> str | None:
+    """What to do about bits that were lost below 16; None: it is not that, or not in all of the quantities."""
+    if (name := next((p.kernel for q in quantities for p in q.patterns[:1] if p.kernel is not None), None)) is not None:
+        return _KERNEL.format(name)
+    if not quantities or not all(q.patterns and q.patterns[0].formats for q in quantities):
+        return None
+    lost = {name for q in quantities for name in q.patterns[0].formats}
+    if all(q.quantity in q.patterns[0].formats for q in quantities):
+        return _STORED
+    return _OPERANDS if PROBS not in lost else _PROBS if lost == {PROBS} else _BOTH
 
 
-def known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
-    """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not."""
+def _known_rounding(lossy: Sequence[QuantityVerdict]) -> str | None:
+    """What to do about quantities of which the rounding is known that makes them lossy; None: of one it is not.
+
+    Of bits that were lost below 16 ``lost_bits`` tells.
+    """
     if lossy and all(q.site in CUT_OFF for q in lossy):
         return KEPT_WHOLE
     if lossy and all(q.site == "gradient_accumulator" for q in lossy):
         return _ADDED_UP
-    if (name := next((p.kernel for q in lossy for p in q.patterns[:1] if p.kernel is not None), None)) is not None:
-        return _KERNEL.format(name)
-    if lossy and all(q.patterns and q.patterns[0].formats for q in lossy):
-        lost = {name for q in lossy for name in q.patterns[0].formats}
-        if all(q.quantity in q.patterns[0].formats for q in lossy):
-            return _STORED
-        return OPERANDS if PROBS not in lost else _PROBS if lost == {PROBS} else _BOTH
     if all(q.site in WORDS for q in lossy):
         return _SCORES if any(q.site in _OF_FUSED for q in lossy) else _NOT_FUSED
     others = [q for q in lossy if q.quantity != "o" and not any(p.kind == "forward" for p in q.patterns)]

@@ -12,9 +12,8 @@ from attn_diag.analyses.verdicts.advice import (
     MEAN_OF_OPERANDS,
     SUGGESTIONS,
     WITHOUT_O,
-    known_rounding,
+    lost_bits,
     of_lossy,
-    of_low_bits,
     of_wrong,
 )  # fmt: skip
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
@@ -151,9 +150,8 @@ def judge(
     if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
     suggestions["lossy"] = of_lossy(answers["lossy"])
-    known = known_rounding(answers["lossy"] or answers["undecided"])
-    if known is not None and of_low_bits(known):
-        suggestions |= {"lossy" if answers["lossy"] else "undecided": known, "biased": MEAN_OF_OPERANDS}
+    if (lost := lost_bits(answers["lossy"] or answers["undecided"])) is not None:
+        suggestions |= {"lossy" if answers["lossy"] else "undecided": lost, "biased": MEAN_OF_OPERANDS}
     return Verdict(unique, evidence, tuple(reasons), tuple(suggestions[label] for label in unique))
 
 
