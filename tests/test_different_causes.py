@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,13 @@ def test_a_cache_of_four_bits_is_no_fault_that_no_rounding_makes() -> None:
     assert sure(finding) == "certain: the fault of a kernel or cache below 16 bits, not the inputs'."
     assert "No rounding" not in report
     assert "no rounding" not in report
+
+
+def test_of_older_documents_no_more_is_said_than_they_hold() -> None:
+    (finding,), _, _ = findings("moved")
+    assert finding.pattern is not None
+    older = replace(finding, cause=None, alike=None)
+    assert sure(older) == sure(finding) == "certain: no rounding does that; kernel at fault, or capture damaged."
 
 
 def test_what_8_bits_do_not_make_may_be_made_by_fewer() -> None:

@@ -182,7 +182,9 @@ class SharedFinding:
     @property
     def of_few_bits(self) -> bool:
         """Whether operands of fewer than 8 bits might make what is wrong: it is only known how far off it is."""
-        return self.label == "wrong" and (self.cause is None or self.cause.of_few_bits)
+        # Older documents have a pattern's words alone.
+        few = self.pattern is None if self.cause is None else self.cause.of_few_bits
+        return self.label == "wrong" and few
 
     @property
     def rounding_known(self) -> bool:
