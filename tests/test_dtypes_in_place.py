@@ -262,11 +262,13 @@ def test_inside_vmap_nothing_fails() -> None:
     assert [e.operation for e in trace.findings] == ["Tensor.add_", "Tensor.mul"]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
+)  # said once a process
 def test_sparse_and_nested_tensors_do_not_fail() -> None:
     sparse = torch.eye(4, dtype=BF16).to_sparse()
     parts = [torch.ones(2, dtype=BF16), torch.ones(3, dtype=BF16)]
-    with pytest.warns(UserWarning, match="prototype"):
-        nested = torch.nested.nested_tensor(parts)
+    nested = torch.nested.nested_tensor(parts)
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
     with trace_dtypes() as trace:
         sparse.to(torch.float32)
