@@ -81,27 +81,7 @@ class FusedHeads(FusedLaunches):
     @cached_property
     def forward(self) -> FusedRows:
         """The forward; once."""
-        return self._forward()
-
-    def _forward(self) -> FusedRows:
-        from attn_diag.reference.triton_attention import forward_kernel
-
-        (count, length, width), value_width = self.q.shape, self.v.shape[2]
-        out = self.q.new_empty(count, length, value_width)
-        rows = self.q.new_empty(5, count, length)
-        places = self._empty_integers(3, count, length)
-        tiling = self._tiling("forward", value_width, details=self._details)
-        self._launch(
-            forward_kernel, LaunchGrid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
-            [self.q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask],
-            [Filled(out, 1), Filled(rows, 2), Filled(places, 2)],
-            [length, self.k.shape[1], width, value_width, *self._reach],
-        )  # fmt: skip
-        row_max, row_sum, second, squares, bias = rows.unbind()
-        if self.sinks is not None:
-            row_sum = row_sum + (self.sinks - row_max).exp()
-        top_key, visible, rises = places.long().unbind()
-        return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
+        return self.make_forward(details=self._details)
 
     def compile_ahead(self, launches: Sequence[Sequence[TileProduct]]) -> None:
         """Compile the forward and these products, each sequence asked for at once, where that is still to be done: most
@@ -120,7 +100,7 @@ class FusedHeads(FusedLaunches):
         numbers = self.q.new_ones(6, *self.q.shape[:2])
         self._ahead = True
         try:
-            self._forward()
+            self.make_forward(details=self._details)
             one = self.head.positions.new_zeros(1)
             self.scores_above(self.q.new_zeros(1), one, one)
             if self.variances(*numbers[:5]) and any(one.way == "keys" for some in launches for one in some):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _WORTH_DEALING = 2**31
 # Of fewer scores, of all heads together, products take less time than what surrounds them.
 WORTH_NARROW = 2**27
+# CUDA's limit of a grid's second dimension.
+_MOST_BLOCKS = 65535
 # fp32 holds products of numbers whose largest are of these sizes.
 _SMALLEST, _LARGEST = 2.0**-50, 2.0**50
 _DEVICES: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=())
@@ -120,11 +122,9 @@ class FusedInputs:
             return None
         given = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         narrow = [t.bfloat16() for t in given]
-        sizes = torch.stack([t.abs().max() for t in given])
-        fits = ((sizes > _SMALLEST) & (sizes < _LARGEST)).all()
-        for one, other in zip(given, narrow, strict=True):
-            fits &= (one == other).all()
-        return narrow if fits else None
+        sizes = torch.stack([torch.linalg.vector_norm(t, torch.inf) for t in narrow])
+        same = torch.stack([(one == other).all() for one, other in zip(given, narrow, strict=True)])
+        return narrow if ((sizes > _SMALLEST) & (sizes < _LARGEST) & same).all() else None
 
     @cached_property
     def _reach(self) -> tuple[int, int]:
@@ -201,12 +201,15 @@ class FusedInputs:
     ) -> None:
         """No fused multiply-adds but those of products: sums are what the bounds take them for."""
         options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": False}
-        size, given = (len(blocks), grid.heads, grid.parts), (*arguments, blocks.start, blocks.step)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if self._ahead:
-                kernel.warmup(*given, grid=size, G=tiling, **options)  # type: ignore[attr-defined]
-            elif blocks:
-                kernel[size](*given, G=tiling, **options)  # type: ignore[index]
+            for start in range(0, len(blocks), _MOST_BLOCKS):
+                some = blocks[start : start + _MOST_BLOCKS]
+                # Blocks of all heads that take as long begin together: the longest first.
+                size, given = (grid.heads, len(some), grid.parts), (*arguments, some.start, some.step)
+                if self._ahead:
+                    kernel.warmup(*given, grid=size, G=tiling, **options)  # type: ignore[attr-defined]
+                else:
+                    kernel[size](*given, G=tiling, **options)  # type: ignore[index]
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The tensor on another device; what every launch takes is copied once."""

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_diag.reference.attention import reference_rows
+from attn_diag.reference.attention import RowBlock, reference_rows
 from attn_diag.reference.fused_inputs import Filled, LaunchGrid
-from attn_diag.reference.fused_products import MOST_FEATURES, KeyProduct, RowProduct, key_launches, launches, pairs_of
+from attn_diag.reference.fused_products import (
+    MOST_FEATURES,
+    FusedRows,
+    KeyProduct,
+    RowProduct,
+    key_launches,
+    launches,
+    pairs_of,
+)
 from attn_diag.reference.fused_variances import FusedVariances
+
+if TYPE_CHECKING:
+    from attn_diag.reference.triton_tiles import Tiling
 
 # Why this process takes no kernel in Gluon, if it does not.
 _REFUSED = list[Exception]()
-# Of another Triton than the one with which they were tested on a GPU the first product is looked at.
+# Of another Triton than the one with which they were tested on a GPU the first forward and product are looked at.
 _TESTED, _LOOKED_AT = "3.6.", set[str]()
 
 
@@ -25,24 +37,64 @@ class FusedLaunches(FusedVariances):
     """The heads of ``FusedHeads``, and their products."""
 
     @property
-    def _pairs(self) -> list[Tensor] | None:
-        """q, k, v and dO as ``bf16_pairs``, if Gluon's kernels are to take them."""
-        return None if _REFUSED else self._made_pairs
+    def _in_gluon(self) -> bool:
+        """Whether Gluon's kernels are to make what they can."""
+        widths = self.q.shape[2], self.v.shape[2]
+        return not (_REFUSED or self.narrow is None or any(width % 16 for width in widths)) and has_gluon()
 
     @cached_property
-    def _made_pairs(self) -> list[Tensor] | None:
-        widths = self.q.shape[2], self.v.shape[2]
-        if self.narrow is None or self.do is None or any(width % 16 for width in widths) or not has_gluon():
-            return None
-        return [bf16_pairs(t) for t in self.narrow]
+    def _made_pairs(self) -> dict[int, Tensor]:
+        return {}
+
+    def _pairs(self, number: int) -> Tensor:
+        """q, k, v or dO, by number, as ``bf16_pairs``."""
+        assert self.narrow is not None
+        if number not in self._made_pairs:
+            self._made_pairs[number] = bf16_pairs(self.narrow[number])
+        return self._made_pairs[number]
 
     @property
     def sum_keys(self) -> tuple[int, int]:
         """Keys of a tile, whose numbers a row sums before it adds them to those of earlier tiles: of l, and of dS."""
         width, value_width = self.q.shape[2], self.v.shape[2]
-        of_dscores = "rows" if self._pairs is None else "gluon"
+        of_dscores = "gluon" if self._in_gluon else "rows"
         of_keys = max(width, value_width) <= MOST_FEATURES
         return self._tiling("forward", value_width).block_n, self._tiling(of_dscores, width, of_keys=of_keys).block_n
+
+    def make_forward(self, *, details: bool) -> FusedRows:
+        """The forward; ``details`` as of ``Tiling``."""
+        if self._in_gluon:
+            with _where_it_compiles():
+                found = self._forward_in_gluon(details=details)
+                self._compare("rows", found.unnormalised_out[0], lambda block: block.unnormalised_out)
+                return found
+        from attn_diag.reference.triton_attention import forward_kernel
+
+        tiling = self._tiling("forward", self.v.shape[2], details=details)
+        return self._launch_forward(forward_kernel, self.q, tiling)
+
+    def _forward_in_gluon(self, *, details: bool) -> FusedRows:
+        from attn_diag.reference.gluon_forward import forward_kernel
+
+        tiling = self._tiling("gluon_forward", self.v.shape[2], details=details)
+        return self._launch_forward(forward_kernel, self._pairs(0), tiling)
+
+    def _launch_forward(self, kernel: object, q: Tensor, tiling: Tiling) -> FusedRows:
+        (count, length, width), value_width = self.q.shape, self.v.shape[2]
+        out = self.q.new_empty(count, length, value_width)
+        rows = self.q.new_empty(5, count, length)
+        places = self._empty_integers(3, count, length)
+        self._launch(
+            kernel, LaunchGrid(length, tiling.block_m, count, -(-value_width // tiling.block_x)), tiling,
+            [q, self.k, self.v, self._positions, self._owners, self._numbers, *self._mask],
+            [Filled(out, 1), Filled(rows, 2), Filled(places, 2)],
+            [length, self.k.shape[1], width, value_width, *self._reach],
+        )  # fmt: skip
+        row_max, row_sum, second, squares, bias = rows.unbind()
+        if self.sinks is not None:
+            row_sum = row_sum + (self.sinks - row_max).exp()
+        top_key, visible, rises = places.long().unbind()
+        return FusedRows(out, row_max, row_sum, second, squares, bias, top_key, visible, rises)
 
     def make_rows(self, asked: Sequence[RowProduct], m: Tensor, delta: Tensor | None) -> None:
         """Make products of query rows.
@@ -52,7 +104,7 @@ class FusedLaunches(FusedVariances):
             m: The largest score of every row, finite, [H, Tq].
             delta: delta, [H, Tq]; None without dO.
         """
-        if self._pairs is not None and delta is not None:
+        if self._in_gluon and delta is not None:
             for some in pairs_of([one for one in asked if one.x is None]):
                 if _REFUSED:
                     break
@@ -65,37 +117,45 @@ class FusedLaunches(FusedVariances):
 
     def _look_at(self, some: Sequence[RowProduct]) -> None:
         """Raise RuntimeError where this Triton makes another dS K in Gluon than torch does of a few rows; once."""
-        import triton
-
         of_dscores = next((one for one in some if one.weight.name == "dscores"), None)
-        if self._ahead or of_dscores is None or triton.__version__.startswith(_TESTED) or _LOOKED_AT:
+        if of_dscores is None:
             return
         assert of_dscores.found is not None
-        rows = torch.linspace(0, self.q.shape[1] - 1, min(self.q.shape[1], 16), device=self.q.device).long()
-        block = reference_rows(self.head, rows)
-        assert block.unnormalised_dscores is not None
-        true = block.unnormalised_dscores @ self.head.k[block.keys]
-        off = (of_dscores.found[0, rows] - true).norm()
-        if not off <= 1e-9 * true.norm():
+        try:
+            self._compare("products", of_dscores.found[0], self._true_dscores_keys)
+        except RuntimeError:
             for one in some:
                 one.found = None
-            raise RuntimeError(f"Triton {triton.__version__} makes other products in Gluon than torch")
-        _LOOKED_AT.add(triton.__version__)
+            raise
+
+    def _true_dscores_keys(self, block: RowBlock) -> Tensor:
+        assert block.unnormalised_dscores is not None
+        return block.unnormalised_dscores @ self.head.k[block.keys]
+
+    def _compare(self, what: str, found: Tensor, true_of: Callable[[RowBlock], Tensor]) -> None:
+        """Raise RuntimeError where these rows [Tq, D] of the first head are not those of torch; once."""
+        import triton
+
+        if self._ahead or triton.__version__.startswith(_TESTED) or what in _LOOKED_AT:
+            return
+        rows = torch.linspace(0, self.q.shape[1] - 1, min(self.q.shape[1], 16), device=self.q.device).long()
+        true = true_of(reference_rows(self.head, rows))
+        if not (found[rows] - true).norm() <= 1e-9 * true.norm():
+            raise RuntimeError(f"Triton {triton.__version__} makes other {what} in Gluon than torch")
+        _LOOKED_AT.add(what)
 
     def _rows_in_gluon(self, some: Sequence[RowProduct], m: Tensor, delta: Tensor) -> None:
         from attn_diag.reference.gluon_products import rows_kernel
 
-        assert self._pairs is not None
         assert self.narrow is not None
         (count, length, width), value_width = self.q.shape, self.v.shape[2]
-        q, _, _, do = self._pairs
         sums = next((one.sums for one in some if one.sums is not None), None)
         out = self.q.new_empty(len(some), count, length, width)
         tiling = self._tiling("gluon", width, *(one.weight for one in some), details=sums is not None)
         self._launch(
             rows_kernel, LaunchGrid(length, tiling.block_m, count, 1), tiling,
-            [q, self.k, self.v, do, self.narrow[1], self._positions, self._owners, self._numbers, *self._mask,
-             *_row_numbers([one.numbers for one in some], m, delta)],
+            [self._pairs(0), self.k, self.v, self._pairs(3), self.narrow[1], self._positions, self._owners,
+             self._numbers, *self._mask, *_row_numbers([one.numbers for one in some], m, delta)],
             [Filled(out, 2), Filled(out if sums is None else sums, 2)],
             [length, self.k.shape[1], width, value_width, *self._reach],
         )  # fmt: skip
@@ -123,7 +183,7 @@ class FusedLaunches(FusedVariances):
 
     def make_keys(self, asked: Sequence[KeyProduct], m: Tensor, delta: Tensor | None) -> None:
         """Make products of keys; the arguments as of ``make_rows``."""
-        if self._pairs is not None and delta is not None:
+        if self._in_gluon and delta is not None:
             for some in pairs_of([one for one in asked if one.y is self.q or one.y is self.do]):
                 # In this order registers suffice.
                 ordered = sorted(some, key=lambda one: not one.weight.needs_dprobs)
@@ -138,10 +198,8 @@ class FusedLaunches(FusedVariances):
     def _keys_in_gluon(self, some: Sequence[KeyProduct], m: Tensor, delta: Tensor) -> None:
         from attn_diag.reference.gluon_products import keys_kernel
 
-        assert self._pairs is not None
         assert self.do is not None
         (count, length, width), k_length, value_width = self.q.shape, self.k.shape[1], self.v.shape[2]
-        _, k, v, _ = self._pairs
         outs = [self.q.new_empty(count, k_length, one.y.shape[2]) for one in some]
         tiling = self._tiling("gluon", width, *(one.weight for one in some))
         tiling = replace(tiling, of_dout=tuple(one.y is not self.q for one in some))
@@ -149,8 +207,8 @@ class FusedLaunches(FusedVariances):
         numbers = [n for one, last in zip(some, times, strict=True) for n in (*(*one.numbers, m, m, m)[:3], last)]
         self._launch(
             keys_kernel, LaunchGrid(k_length, tiling.block_m, count, 1, last_first=False), tiling,
-            [self.q, k, v, self.do, self._positions, self._owners, self._numbers, *self._mask, m, delta,
-             torch.stack(numbers)],
+            [self.q, self._pairs(1), self._pairs(2), self.do, self._positions, self._owners, self._numbers, *self._mask,
+             m, delta, torch.stack(numbers)],
             [Filled(outs[0], 1), Filled(outs[-1], 1)],
             [length, k_length, width, value_width, *self._reach, self.head.masking.shift(length, k_length)],
         )  # fmt: skip

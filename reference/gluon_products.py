@@ -16,6 +16,8 @@ from attn_diag.reference import triton_tiles
 from attn_diag.reference.gluon_tiles import (
     appended,
     barrier,
+    common_keys,
+    exp_of,
     fetch,
     keep_pairs,
     left_operand,
@@ -25,20 +27,14 @@ from attn_diag.reference.gluon_tiles import (
     row_products,
     shared_pairs,
     shared_tile,
+    store_part,
+    tile_scores,
+    visible_tiles,
 )
 
 _row_numbers = gluon.jit(triton_tiles.row_numbers.fn)
-_tile_scores = gluon.jit(triton_tiles.tile_scores.fn)
 _tile_weight = gluon.jit(triton_tiles.tile_weight.fn)
 _seen_rows = gluon.jit(triton_tiles.seen_rows.fn)
-_visible_tiles = gluon.jit(triton_tiles.visible_tiles.fn)
-
-
-@gluon.jit
-def _store_part(ptr, values, row, here, width, first: gl.constexpr, G: gl.constexpr):
-    """[M, 32] features from ``first`` on of some rows."""
-    features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, mma(G)))
-    gl.store(ptr + row[:, None] * width + features[None, :], values, mask=here[:, None] & (features < width)[None, :])
 
 
 @gluon.jit
@@ -66,20 +62,21 @@ def rows_kernel(
     M: gl.constexpr = G.block_m
     D: gl.constexpr = G.block_d
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    block, h = first_block + step * gl.program_id(0), gl.program_id(1)
+    block, h = first_block + step * gl.program_id(1), gl.program_id(0)
     owner = gl.load(owners_ptr + h).to(gl.int64)
     k_ptr += owner * k_length * width
     v_ptr += owner * k_length * value_width
     at = block * G.block_m + gl.arange(0, G.block_m, layout=OWN)
     here = at < q_length
     row = h.to(gl.int64) * q_length + at
-    plane = gl.num_programs(1).to(gl.int64) * q_length
+    plane = gl.num_programs(0).to(gl.int64) * q_length
     position = gl.load(positions_ptr + at, mask=here, other=0)
     m = gl.load(m_ptr + row, mask=here, other=float("inf"))
     delta = gl.load(delta_ptr + row, mask=here, other=0.0)
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
-    begin, end = _visible_tiles(position, here, view, G)
+    begin, end = visible_tiles(position, here, view, G)
+    first_common, end_common = common_keys(position, here, view, G)
     q = gl.allocate_shared_memory(gl.int32, [G.block_d // 16, G.block_m, 8], shared_pairs(G))
     do = gl.allocate_shared_memory(gl.int32, [G.block_v // 16, G.block_m, 8], shared_pairs(G))
     keep_pairs(q, q_ptr + h.to(gl.int64) * q_length * (width // 2), at, q_length, width, G.block_d, G)
@@ -111,10 +108,11 @@ def rows_kernel(
             _fetch_keys(ks, vs, ns, k_ptr, v_ptr, narrow_ptr, tile + 1, k_length, width, value_width, G)
         k = ks.index(tile % 2)
         keys = tile * G.block_n + gl.arange(0, G.block_n, layout=gl.SliceLayout(0, MMA))
-        s, slope, _added = _tile_scores(row_products(q, k, G.block_d, G), at[:, None], position[:, None], keys[None, :],
-                                        numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
+        inner = (tile * G.block_n >= first_common) & (tile * G.block_n + G.block_n <= end_common)
+        s, slope, _added = tile_scores(row_products(q, k, G.block_d, G), at[:, None], position[:, None], keys[None, :],
+                                       numbers, (mask_ptr, mask_t, mask_k), view, h, inner, G)  # fmt: skip
         centred = row_products(do, vs.index(tile % 2), G.block_v, G) - delta[:, None]
-        p = gl.exp(s - m[:, None])
+        p = exp_of(s - m[:, None])
         if G.details:
             term = p * centred
             total += gl.sum(term, 1)
@@ -143,11 +141,11 @@ def rows_kernel(
             elif G.count > 1:
                 acc1 = appended(acc1, mma_v2(w1, x, old1[part]))
     for part in gl.static_range(PARTS):
-        _store_part(out_ptr, acc[part], row, here, width, 32 * part, G)
+        store_part(out_ptr, acc[part], row, here, width, 32 * part, G)
         if G.casts and not G.second.alpha_first:
-            _store_part(out_ptr + plane * width, acc1[part].to(gl.float64) * alpha, row, here, width, 32 * part, G)
+            store_part(out_ptr + plane * width, acc1[part].to(gl.float64) * alpha, row, here, width, 32 * part, G)
         elif G.count > 1:
-            _store_part(out_ptr + plane * width, acc1[part], row, here, width, 32 * part, G)
+            store_part(out_ptr + plane * width, acc1[part], row, here, width, 32 * part, G)
     if G.details:
         gl.store(sums_ptr + row, total, mask=here)
         gl.store(sums_ptr + plane + row, squares, mask=here)
@@ -186,12 +184,12 @@ def keys_kernel(
     M: gl.constexpr = G.block_m
     N: gl.constexpr = G.block_n
     OTHER: gl.constexpr = gl.SliceLayout(0, MMA)
-    block, h = first_block + step * gl.program_id(0), gl.program_id(1)
+    block, h = first_block + step * gl.program_id(1), gl.program_id(0)
     owner = gl.load(owners_ptr + h).to(gl.int64)
     q_ptr += h.to(gl.int64) * q_length * width
     do_ptr += h.to(gl.int64) * q_length * value_width
     keys = block * M + gl.arange(0, M, layout=gl.SliceLayout(1, MMA))
-    plane = gl.num_programs(1).to(gl.int64) * q_length
+    plane = gl.num_programs(0).to(gl.int64) * q_length
     alpha = gl.load(numbers)
     view = (q_length, k_length, left, right)
     begin, end = _seen_rows(block, (q_length, k_length, left, right, shift), gl.constexpr(M), gl.constexpr(N), G)
@@ -220,9 +218,15 @@ def keys_kernel(
         here = at < q_length
         row = h.to(gl.int64) * q_length + at
         position = gl.load(positions_ptr + at, mask=here, other=0)
-        s, slope, _added = _tile_scores(row_products(k, q, G.block_d, G), at[None, :], position[None, :], keys[:, None],
-                                       numbers, (mask_ptr, mask_t, mask_k), view, h, G)  # fmt: skip
-        p = gl.exp(s - gl.load(m_ptr + row, mask=here, other=float("inf"))[None, :])
+        # All rows see all keys where the last one sees the first, and the first one the last.
+        inner = (block * M + M <= k_length) & (tile * N + N <= q_length) & (not G.scattered)
+        if G.right:
+            inner = inner & (block * M + M - 1 - (tile * N + shift) <= right)
+        if G.left:
+            inner = inner & (block * M - (tile * N + N - 1 + shift) >= -left)
+        s, slope, _added = tile_scores(row_products(k, q, G.block_d, G), at[None, :], position[None, :], keys[:, None],
+                                      numbers, (mask_ptr, mask_t, mask_k), view, h, inner, G)  # fmt: skip
+        p = exp_of(s - gl.load(m_ptr + row, mask=here, other=float("inf"))[None, :])
         centred = p
         if G.needs_dprobs:
             delta = gl.load(delta_ptr + row, mask=here, other=0.0)
@@ -242,6 +246,6 @@ def keys_kernel(
                 acc1 = appended(acc1, mma_v2(w, y.slice(32 * part, 32, dim=1).load(right_operand(G)), old1[part]))
     row = h.to(gl.int64) * k_length + keys
     for part in gl.static_range(PARTS):
-        _store_part(out_ptr, acc[part], row, keys < k_length, value_width if G.of_dout[0] else width, 32 * part, G)
+        store_part(out_ptr, acc[part], row, keys < k_length, value_width if G.of_dout[0] else width, 32 * part, G)
     for part in gl.static_range(PARTS1):
-        _store_part(out1_ptr, acc1[part], row, keys < k_length, value_width if G.of_dout[1] else width, 32 * part, G)
+        store_part(out1_ptr, acc1[part], row, keys < k_length, value_width if G.of_dout[1] else width, 32 * part, G)

@@ -10,6 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from attn_diag.reference import triton_exp, triton_tiles
+
+exp_of = gluon.jit(triton_exp.exp_of.fn)
+visible_tiles = gluon.jit(triton_tiles.visible_tiles.fn)
+common_keys = gluon.jit(triton_tiles.common_keys.fn)
+_all_scores = gluon.jit(triton_tiles.tile_scores.fn)
+_visible = gluon.jit(triton_tiles.tile_visible.fn)
+
 # Triton 3.7 and 3.9 gave them other names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -106,10 +114,17 @@ def keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexpr
 
 
 @gluon.jit
-def fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
-    """Begin to copy rows from ``first`` on into a tile [N, BLOCK], by 16 bytes each."""
+def mixed(row):
+    """Which of a mixed tile's rows, in their order, lies at this one's place: of each 8 at 2 l + j number 4 j + l."""
+    return (row & -8) + ((row & 1) << 2) + ((row & 7) >> 1)
+
+
+@gluon.jit
+def fetch(tile, ptr, first, count, width, BLOCK: gl.constexpr, G: gl.constexpr, MIXED: gl.constexpr = False):
+    """Begin to copy rows from ``first`` on into a tile [N, BLOCK], by 16 bytes each; ``MIXED``: see ``mixed``."""
     LAYOUT: gl.constexpr = _copied(G, 128 // tile.dtype.primitive_bitwidth)
-    row = first + gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, G.block_n, layout=gl.SliceLayout(1, LAYOUT))
+    row = first + (mixed(row) if MIXED else row)
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     here = (row < count)[:, None] & (column < width)[None, :]
     _load(tile, ptr + row.to(gl.int64)[:, None] * width + column[None, :], mask=here)
@@ -133,3 +148,23 @@ def row_products(kept, tile, BLOCK: gl.constexpr, G: gl.constexpr):
         left = gl.convert_layout(left, left_operand(G), assert_trivial=True)
         found = mma_v2(left, gl.convert_layout(right, right_operand(G), assert_trivial=True), found)
     return found
+
+
+@gluon.jit
+def tile_scores(products, t, position, key, numbers, mask, view, h, inner, G: gl.constexpr):
+    """As of ``triton_tiles``; ``inner``: whether the rows of the tile see all of its keys."""
+    if G.softcap or G.adds:
+        s, slope, added = _all_scores(products, t, position, key, numbers, mask, view, h, G)
+    else:
+        s = products * gl.load(numbers)
+        if not inner:
+            s = gl.where(_visible(t, position, key, view, G), s, float("-inf"))
+        slope, added = s, s
+    return s, slope, added
+
+
+@gluon.jit
+def store_part(ptr, values, row, here, width, first: gl.constexpr, G: gl.constexpr):
+    """[M, 32] features from ``first`` on of some rows."""
+    features = first + gl.arange(0, 32, layout=gl.SliceLayout(0, mma(G)))
+    gl.store(ptr + row[:, None] * width + features[None, :], values, mask=here[:, None] & (features < width)[None, :])

@@ -34,6 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_diag.reference.triton_exp import exp_of
 from attn_diag.reference.triton_tiles import (
     VANISHES,
     load_rows,
@@ -59,7 +60,7 @@ def forward_kernel(
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(1), tl.program_id(0), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     k_ptr += owner * k_length * width
@@ -86,8 +87,8 @@ def forward_kernel(
         top = tl.max(s, 1)
         risen = tl.maximum(m, top)
         base = tl.where(risen == float("-inf"), 0.0, risen)
-        shrink = tl.where(risen == m, 1.0, tl.exp(m - base))
-        p = tl.exp(s - base[:, None])
+        shrink = tl.where(risen == m, 1.0, exp_of(m - base))
+        p = exp_of(s - base[:, None])
         l = l * shrink + tl.sum(p, 1)
         rises += ((risen > m) & (m > float("-inf"))).to(tl.int32)
         if G.details:
@@ -108,7 +109,7 @@ def forward_kernel(
     inside = here[:, None] & (features < value_width)[None, :]
     tl.store(out_ptr + row[:, None] * value_width + features[None, :], acc, mask=inside)
     first_part = here & (part == 0)
-    plane = tl.num_programs(1).to(tl.int64) * q_length
+    plane = tl.num_programs(0).to(tl.int64) * q_length
     tl.store(rows_ptr + row, m, mask=first_part)
     tl.store(rows_ptr + plane + row, l, mask=first_part)
     tl.store(places_ptr + 2 * plane + row, rises, mask=first_part)
@@ -133,7 +134,7 @@ def rows_kernel(
     """
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(1), tl.program_id(0), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
@@ -144,7 +145,7 @@ def rows_kernel(
     at = block * G.block_m + tl.arange(0, G.block_m)
     here = at < q_length
     row = h.to(tl.int64) * q_length + at
-    plane = tl.num_programs(1).to(tl.int64) * q_length
+    plane = tl.num_programs(0).to(tl.int64) * q_length
     position = tl.load(positions_ptr + at, mask=here, other=0)
     m = tl.load(m_ptr + row, mask=here, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=here, other=0.0)
@@ -170,7 +171,7 @@ def rows_kernel(
         dots, x = row_products(q, q_ptr, at, q_length, k_ptr, keys, k_length, width, G.block_d, G.parts_d)
         s, slope, _ = tile_scores(dots, at[:, None], position[:, None], keys[None, :], numbers,
                            (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
-        p = tl.exp(s - m[:, None])
+        p = exp_of(s - m[:, None])
         centred = p
         if G.needs_dprobs:
             centred, _ = row_products(
@@ -224,7 +225,7 @@ def keys_kernel(
     """
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_X: tl.constexpr = G.block_x
-    block, h, part = first_block + step * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, part = first_block + step * tl.program_id(1), tl.program_id(0), tl.program_id(2)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
@@ -235,7 +236,7 @@ def keys_kernel(
     v_ptr += owner * k_length * value_width
     keys = block * G.block_n + tl.arange(0, G.block_n)
     alpha = tl.load(numbers)
-    plane = tl.num_programs(1).to(tl.int64) * q_length
+    plane = tl.num_programs(0).to(tl.int64) * q_length
     k = load_rows(k_ptr, keys, k_length, width, 0, G.block_d)
     v = k
     if G.needs_dprobs:
@@ -254,7 +255,7 @@ def keys_kernel(
         s, slope, _ = tile_scores(dots, at[None, :], position[None, :], keys[:, None], numbers,
                            (mask_ptr, mask_t, mask_k), (q_length, k_length, left, right), h, G)  # fmt: skip
         m = tl.load(m_ptr + row, mask=here, other=float("inf"))
-        p = tl.exp(s - m[None, :])
+        p = exp_of(s - m[None, :])
         centred = p
         if G.needs_dprobs:
             centred, _ = row_products(v, v_ptr, keys, k_length, do_ptr, at, q_length, value_width, G.block_v, G.parts_v)
@@ -280,7 +281,7 @@ def keys_kernel(
     inside = (keys < k_length)[:, None] & (features < y_width)[None, :]
     row = h.to(tl.int64) * k_length + keys
     out_ptr += row[:, None] * y_width + features[None, :]
-    plane = tl.num_programs(1).to(tl.int64) * k_length * y_width
+    plane = tl.num_programs(0).to(tl.int64) * k_length * y_width
     tl.store(out_ptr, acc, mask=inside)
     if G.count > 1:
         tl.store(out_ptr + plane, acc1, mask=inside)
@@ -299,7 +300,7 @@ def scores_kernel(
     ``counts`` int32 [H, N]: how many; the first ``kept`` of them: ``keys`` int32 [H, N, kept] and ``scores``.
     """
     BLOCK_M: tl.constexpr = G.block_m
-    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    block, h = first_block + step * tl.program_id(1), tl.program_id(0)
     number = block * G.block_m + tl.arange(0, G.block_m)
     row = h.to(tl.int64) * count + number
     at = tl.load(at_ptr + row, mask=number < count, other=q_length)

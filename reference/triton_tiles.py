@@ -153,13 +153,26 @@ def _tanh(x):
 
 
 @triton.jit
+def tile_visible(t, position, key, view, G: tl.constexpr):
+    """Which keys of a tile its rows may see, by length and reach; arguments as of ``tile_scores``."""
+    q_length, k_length, left, right = view
+    visible = (key < k_length) & (t < q_length)
+    distance = key - position
+    if G.right:
+        visible = visible & (distance <= right)
+    if G.left:
+        visible = visible & (distance >= -left)
+    return visible
+
+
+@triton.jit
 def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.constexpr):
     """S from q.k, its slope, and the size of what was added to it; of the dtype of ``numbers``, that of q.k.
 
     ``t``, ``position`` and ``key`` broadcast to the tile, whichever way it lies.
     """
     mask_ptr, mask_t, mask_k = mask
-    q_length, k_length, left, right = view
+    _, k_length, _, _ = view
     s = products * tl.load(numbers)
     real = s.dtype
     slope, added = s, s
@@ -175,12 +188,7 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
             less = tl.exp(-2.0 * tl.abs(ratio))
             slope = 4.0 * less / ((1.0 + less) * (1.0 + less))
         s = s * cap
-    visible = (key < k_length) & (t < q_length)
-    distance = key - position
-    if G.right:
-        visible = visible & (distance <= right)
-    if G.left:
-        visible = visible & (distance >= -left)
+    visible = tile_visible(t, position, key, view, G)
     if G.mask:
         at = mask_ptr + t.to(tl.int64) * mask_t + key.to(tl.int64) * mask_k
         bias = tl.load(at, mask=visible, other=0.0).to(real)
@@ -188,7 +196,7 @@ def tile_scores(products, t, position, key, numbers, mask, view, h, G: tl.conste
         added += tl.abs(bias)
     if G.alibi != "none":
         if G.alibi == "row":
-            distance = -tl.abs(distance)
+            distance = -tl.abs(key - position)
         elif G.alibi == "first-key":
             distance = key
         else:
@@ -255,6 +263,18 @@ def visible_tiles(position, here, view, G: tl.constexpr):
 
 
 @triton.jit
+def common_keys(position, here, view, G: tl.constexpr):
+    """The keys [begin, end) that all of these rows may see."""
+    _, k_length, left, right = view
+    begin, end = 0, k_length
+    if G.right:
+        end = tl.minimum(k_length, tl.min(tl.where(here, position, 2147483647), 0) + right + 1)
+    if G.left:
+        begin = tl.max(tl.where(here, position, -2147483647), 0) - left
+    return begin, end
+
+
+@triton.jit
 def seen_rows(block, view, KEYS: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):
     """The tiles [begin, end) of so many query rows that may see some key of this block of so many."""
     q_length, k_length, left, right, shift = view
@@ -270,7 +290,8 @@ def seen_rows(block, view, KEYS: tl.constexpr, ROWS: tl.constexpr, G: tl.constex
 def tiling_of(
     kernel: str, width: int, value_width: int, x_width: int, *, of_keys: bool = False, count: int = 1
 ) -> Tiling:
-    """The tiles of a launch of ``kernel``: of those in Triton its name without "_kernel"; "gluon", of those in Gluon.
+    """The tiles of a launch of ``kernel``: of those in Triton its name without "_kernel"; of those in Gluon
+    "gluon_forward", or "gluon".
 
     Args:
         kernel: Which.
@@ -290,9 +311,9 @@ def tiling_of(
         m, n, warps, stages = 128, 32, 8, 3
     elif kernel == "through":
         m, n, warps, stages = 128, 64, 8, 3
-    elif kernel == "gluon":
+    elif kernel.startswith("gluon"):
         block_d, block_v, warps = max(block_d, 32), max(block_v, 32), 8
-        m, sharing = (64, 2) if max(block_d, block_v) > 64 else (128, 1)
+        m, sharing = (64, 2) if max(block_d, block_v) > 64 and kernel != "gluon_forward" else (128, 1)
     elif kernel == "key_variances":
         m, n, warps, stages = 32, 128, 8, 3
     elif kernel == "forward":

@@ -77,7 +77,7 @@ def variances_kernel(
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_V: tl.constexpr = G.block_v
-    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    block, h = first_block + step * tl.program_id(1), tl.program_id(0)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
@@ -88,7 +88,7 @@ def variances_kernel(
     at = block * G.block_m + tl.arange(0, G.block_m)
     here = at < q_length
     row = h.to(tl.int64) * q_length + at
-    plane = tl.num_programs(1).to(tl.int64) * q_length
+    plane = tl.num_programs(0).to(tl.int64) * q_length
     position = tl.load(positions_ptr + at, mask=here, other=0)
     m = tl.load(m_ptr + row, mask=here, other=float("inf"))
     least_out = tl.load(rows_ptr + row, mask=here, other=0.0)
@@ -144,14 +144,14 @@ def key_variances_kernel(
     BLOCK_N: tl.constexpr = G.block_n
     BLOCK_D: tl.constexpr = G.block_d
     BLOCK_V: tl.constexpr = G.block_v
-    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    block, h = first_block + step * tl.program_id(1), tl.program_id(0)
     owner = tl.load(owners_ptr + h).to(tl.int64)
     q_ptr += h.to(tl.int64) * q_length * width
     q2_ptr += h.to(tl.int64) * q_length * width
     do_ptr += h.to(tl.int64) * q_length * value_width
     do2_ptr += h.to(tl.int64) * q_length * value_width
     keys = block * G.block_n + tl.arange(0, G.block_n)
-    plane = tl.num_programs(1).to(tl.int64) * q_length
+    plane = tl.num_programs(0).to(tl.int64) * q_length
     k = _tile(k_ptr + owner * k_length * width, keys, k_length, width, G.block_d)
     v = _tile(v_ptr + owner * k_length * value_width, keys, k_length, value_width, G.block_v)
     floor = tl.load(floor_ptr + h)
@@ -199,7 +199,7 @@ def through_kernel(
     """``out`` fp32 [H, Tq, D]: (P_bar o slope) K; the rest as in ``variances_kernel``."""
     BLOCK_M: tl.constexpr = G.block_m
     BLOCK_D: tl.constexpr = G.block_d
-    block, h = first_block + step * tl.program_id(0), tl.program_id(1)
+    block, h = first_block + step * tl.program_id(1), tl.program_id(0)
     q_ptr += h.to(tl.int64) * q_length * width
     k_ptr += tl.load(owners_ptr + h).to(tl.int64) * k_length * width
     at = block * G.block_m + tl.arange(0, G.block_m)

@@ -36,9 +36,10 @@ from attn_diag.reference import (
 from attn_diag.reference.certify import check_rows
 from attn_diag.reference.fused import KEPT_SCORES, SWITCH, FusedHeads, fuses
 from attn_diag.reference.fused_inputs import dealt_over
-from attn_diag.reference.fused_products import KeyProduct, TileWeight, Weight
+from attn_diag.reference.fused_products import FusedRows, KeyProduct, TileWeight, Weight
 from attn_diag.reference.heads import batches
 from attn_diag.reference.rounding import format_of
+from attn_diag.reference.triton_attention import forward_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -395,7 +396,7 @@ def test_products_in_gluon_are_those_in_triton(name: str, monkeypatch: pytest.Mo
         return fused, [*taken, *every, fused.gradient_sums[1]]
 
     (fused, found), (_, expected) = made(0), made(math.inf)
-    assert fused._pairs is not None
+    assert fused._in_gluon
     for one, other in zip(found, expected, strict=True):
         # What q and dO are times comes at another place; and a cast's last bits may lie elsewhere, see above.
         assert apart(one, other) < 1e-4
@@ -405,6 +406,29 @@ def test_products_in_gluon_are_those_in_triton(name: str, monkeypatch: pytest.Mo
     # Tiles of 32 keys or 64: of one tile the same bits.
     if len(head.k) <= 32:
         assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GLUON)
+@pytest.mark.usefixtures("poisoned")
+def test_the_forward_in_gluon_is_that_in_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second key that has the largest score."""
+    head = on("cuda", in_bf16(GLUON[name]()))
+    head.k[1] = head.k[0]
+    heads = [head, replace(head, q=head.q.flip(0))]
+
+    def made(worth: float) -> dict[str, Tensor]:
+        monkeypatch.setattr(fused_inputs, "WORTH_NARROW", worth)
+        fused = FusedHeads(heads)
+        assert fused._in_gluon == (worth == 0)
+        return vars(fused.forward)
+
+    for of_one, of_other in zip(made(0).items(), made(math.inf).values(), strict=True):
+        output, found = of_one
+        if output in ("row_sum", "squares"):  # each of four threads sums its own
+            assert torch.allclose(found, of_other, rtol=1e-15 * math.sqrt(len(head.k)), atol=0.0)
+        else:
+            assert torch.equal(found, of_other), output
 
 
 def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,17 +441,17 @@ def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch:
     refused, tried = list[Exception](), list[str]()
     monkeypatch.setattr(fused_launches, "_REFUSED", refused)
 
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         tried.append("gluon")
         raise TritonError
 
-    for name in ("_rows_in_gluon", "_keys_in_gluon"):
+    for name in ("_forward_in_gluon", "_rows_in_gluon", "_keys_in_gluon"):
         monkeypatch.setattr(FusedHeads, name, failing)
     fused = FusedHeads([head])
     (found,) = fused.references()
     assert tried == ["gluon"]
     assert len(refused) == 1
-    assert fused._pairs is None
+    assert not fused._in_gluon
     refused.clear()
     # More than one launch makes.
     products = [fused.ask(TileWeight("dscores")) for _ in range(3)]
@@ -440,8 +464,10 @@ def test_what_gluon_does_not_compile_is_made_in_triton(device: str, monkeypatch:
         assert torch.equal(getattr(found, output), getattr(expected, output))
 
 
-@pytest.mark.parametrize("wrong", [0.0, 1e-6, math.nan])
-def test_what_another_gluon_makes_is_looked_at_once(wrong: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [{}, {"rows": 1e-6}, {"rows": math.nan}, {"products": 1e-6}, {"products": math.nan}])
+def test_what_another_gluon_makes_is_looked_at_once(
+    wrong: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a Triton with which it was not tested; here the numbers are Triton's, off by so much."""
     monkeypatch.setattr(fused_inputs, "WORTH_NARROW", math.inf)
     head = on(device, in_bf16(make_head(CASES["square-63"])))
@@ -453,17 +479,23 @@ def test_what_another_gluon_makes_is_looked_at_once(wrong: float, device: str, m
     monkeypatch.setattr(fused_launches, "_REFUSED", refused)
     monkeypatch.setattr(fused_launches, "_LOOKED_AT", looked)
 
+    def forward(self: FusedHeads, *, details: bool) -> FusedRows:
+        found = self._launch_forward(forward_kernel, self.q, self._tiling("forward", self.v.shape[2], details=details))
+        return replace(found, unnormalised_out=found.unnormalised_out * (1 + wrong.get("rows", 0.0)))
+
     def given(self: FusedHeads, products: Any, *fed: Any) -> None:
         self._rows_in_triton(products, *fed)
         for one in products:
-            one.found *= 1 + wrong
+            one.found *= 1 + wrong.get("products", 0.0)
 
+    monkeypatch.setattr(FusedHeads, "_forward_in_gluon", forward)
     monkeypatch.setattr(FusedHeads, "_rows_in_gluon", given)
     for _ in range(2):
         (found,) = FusedHeads([head]).references(key_gradients=False)
+        assert torch.equal(found.unnormalised_out, expected.unnormalised_out)
         assert torch.equal(some(found.dq), some(expected.dq))
-    assert len(refused) == (wrong != 0)
-    assert len(looked) == (wrong == 0)
+    assert len(refused) == len(wrong)
+    assert looked == {"rows", "products"} - ({"rows", "products"} if "rows" in wrong else set(wrong))
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-8, 1 + 2.0**-6), (1.5, 1.5)])

@@ -1,10 +1,12 @@
-"""Rounding inside kernels: nearest-even in the interpreter and on a GPU, and no BF16 value in the interpreter."""
+"""Rounding inside kernels: nearest-even in the interpreter and on a GPU, and no BF16 value in the interpreter; e^x."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from attn_diag.kernels.formats import parse
 from attn_diag.kernels.triton_math import as_operand, round_bits_to_bf16, round_to, rounding_error
 from attn_diag.kernels.triton_probes import cast, divide, dot, exp2, multiply
 from attn_diag.kernels.triton_rounding import round_tensor
+from attn_diag.reference.triton_exp import exp_of
 
 # numpy says so where fp32 overflows a smaller format; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -150,3 +153,27 @@ def test_a_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.M
     round_tensor(x, parse("fp16"))
     assert {"forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel", "dot_kernel"} <= set(launches)
     assert [name for name, said in launches.items() if said is None] == []
+
+
+@triton.jit
+def exp_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, exp_of(tl.load(x_ptr + at, mask=at < count, other=0.0)), mask=at < count)
+
+
+def test_exp_of_float64(device: str) -> None:
+    """Within 1 ulp: the certificate takes it for 2 at most."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [torch.rand(3000, generator=generator, dtype=torch.float64) * most for most in (0.3, 4.0, 40.0, 708.0)]
+    x = -torch.cat([*sizes, torch.linspace(700, 746, 500).double()])
+    special = torch.tensor([0.0, -0.0, -746.0, -1e9, -1e300, -math.inf, math.nan], dtype=torch.float64)
+    every = torch.cat([special, -special[-1:], x, -x[:6000]]).to(device)
+    y = torch.empty_like(every)
+    exp_kernel[(triton.cdiv(len(every), 512),)](every, y, len(every), BLOCK=512)
+    values = y.cpu()
+    assert values[:6].tolist() == [1, 1, 0, 0, 0, 0]
+    assert values[6:8].isnan().all()
+    with mpmath.workdps(40):
+        true = [mpmath.exp(one) for one in every[8:].tolist()]
+        off = [(one - other) / math.ulp(float(other)) for one, other in zip(values[8:].tolist(), true, strict=True)]
+    assert max(abs(float(one)) for one in off) < 1
