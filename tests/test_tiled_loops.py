@@ -78,6 +78,54 @@ def test_what_a_loop_keeps_in_16_bits_is_named(
         assert head["o"].site == f"{said} in {fmt}"
 
 
+def of_kernel(q: Tensor, k: Tensor, v: Tensor, *coarse: str, causal: bool, tile: int) -> Tensor:
+    """O of a kernel on tensor cores, which hand sums over in fp32; of what is ``coarse``, kept in q's dtype."""
+    t, d = q.shape[-2:]
+    m, total = (torch.full((*q.shape[:-1], 1), x) for x in (-torch.inf, 0.0))
+    o = torch.zeros(q.shape)
+
+    def kept(name: str, x: Tensor) -> Tensor:
+        return x.to(q.dtype).float() if name in coarse else x
+
+    for j in range(0, t, tile):
+        s = kept("S", q.float() @ k[..., j : j + tile, :].float().mT * d**-0.5)
+        if causal:
+            s = s.masked_fill(torch.arange(t)[:, None] < torch.arange(j, min(j + tile, t)), -torch.inf)
+        largest = torch.maximum(m, kept("m", s.amax(-1, keepdim=True)))
+        p, rescale = kept("S - m", s - largest).exp(), (m - largest).exp()
+        total = kept("l", rescale * total + p.sum(-1, keepdim=True))
+        o = kept("O", rescale * o + p.to(v.dtype).float() @ v[..., j : j + tile, :].float())
+        m = largest
+    if "1 / l" in coarse:
+        return (o * kept("1 / l", 1 / total)).to(q.dtype)
+    return (o / kept("last l", total)).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("coarse", "said"),
+    [
+        (("O",), "O's accumulator"),
+        (("m",), "maximum"),
+        (("S - m",), "S - m"),
+        (("last l",), "row sum"),
+        (("1 / l",), "1 / row sum"),
+        (("m", "l", "O"), "maximum, row sum, O's accumulator"),
+        (("S", "O"), "scores, O's accumulator"),
+        ((), None),
+    ],
+)
+def test_what_a_kernel_keeps_in_16_bits_is_named(dtype: torch.dtype, coarse: tuple[str, ...], said: str | None) -> None:
+    """These had no name: a recipe rounds the accumulator twice a tile, and plain torch P V."""
+    q, k, v, _ = inputs(dtype, 9, d=128)
+    q, causal = (q, False) if coarse == ("S - m",) else (4 * q, len(coarse) % 2 == 1)
+    o = of_kernel(q, k, v, *coarse, causal=causal, tile=64)
+    fmt = "BF16" if dtype == torch.bfloat16 else "FP16"
+    for head in judged(q, k, v, o=o, causal=causal):
+        assert (head["o"].answer == "good") == (said is None)
+        assert head["o"].site == (said and f"{said} in {fmt}")
+
+
 def test_another_heads_error_is_not() -> None:
     q, k, v, _ = inputs(torch.bfloat16, 6)
     o, _ = loop(q, k, v, wide_scores=True, wide_max=True, wide_sum=True, wide_out=False)

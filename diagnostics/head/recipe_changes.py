@@ -68,7 +68,7 @@ SITES: dict[str, Site] = {
     "scores": Site(
         "rounding of the scores S", "the scores S", "scores", takes={"alpha": "before-rounding", "exp": "exact"}
     ),
-    "difference": Site("rounding of S - m", "S - m", takes={"exp": "exact"}),
+    "difference": Site("rounding of S - m", "S - m", "S - m", takes={"exp": "exact"}),
     "row_max": Site("rounding of the row maximum m", "the row maximum", "maximum"),
     "exp": Site("polynomial exp2", undone={"exp": "exact"}),
     "probs": Site("cast of P̄ for PV", cast="the cast of P̄"),
@@ -120,6 +120,9 @@ def coarse_words(*recipes: Recipe | None) -> str | None:
         {name: fmt for name, site in SITES.items() if r and site.short and parse(fmt := getattr(r, name)) is not None}
         for r in recipes
     ]
+    for one in every:
+        if "scores" in one:  # those of whose differences no more is told
+            one.pop("difference", None)
     common = dict(set.intersection(*(set(one.items()) for one in every)))
     left = [{name: fmt for name, fmt in one.items() if name not in common} for one in every]
     # In a single tile P V and O's accumulator are the same number.

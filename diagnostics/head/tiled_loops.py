@@ -1,11 +1,12 @@
-"""FlashAttention-2 written out in plain torch, tile by tile, with some of S, m, P, l and O in the inputs' 16 bits.
+"""FlashAttention-2 written out, tile by tile, with some of S, m, S - m, P, l and O in the inputs' 16 bits.
 
-    S = cast(alpha cast(q kT)), cast(cast(alpha q) kT) or alpha q kT in fp32
+    S = cast(alpha cast(q kT)), cast(cast(alpha q) kT), cast(alpha q kT) or alpha q kT in fp32
     m' = max(m, rowmax(S)), a = exp(m - m'), P = exp(S - m')
     l = a l + rowsum(P), O = a O + cast(cast(P) V), and O / l behind the last tile
 
-Each step has the dtype that torch gives it: of operands in 16 bits it is rounded to 16 bits, too. Such a loop is no
-recipe of a kernel, which rounds l and O once a tile and a never.
+In plain torch each step has the dtype that torch gives it: of operands in 16 bits it is rounded to 16 bits, too. In a
+kernel of one's own, as in Triton, the tensor core hands P V over in fp32, and what is kept from tile to tile is rounded
+once, when it is stored. A recipe rounds O's accumulator where it is rescaled, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,13 +27,13 @@ from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.recipe_rows import in_one_tile, seeing_few, usable_rows
 from attn_diag.head.recipe_search import LEVEL, MISSED_BY_SUMS, SearchedHead, threshold
 from attn_diag.kernels import preset
-from attn_diag.kernels.formats import Format
+from attn_diag.kernels.formats import Format, base
 from attn_diag.reference import AttentionHead, FloatFormat
 from attn_diag.reference.masking import adds
 
 _TILES = (16, 32, 64, 128)
 # Whether m is in 16 bits, and what is done to P: exp as it comes or, of any operand, in fp32 (autocast), P cast before
-# its sum, or multiplied by V in fp32.
+# its sum, or multiplied by V in fp32. "kernel": P cast for P V, all else in fp32.
 _OF_STORED = ((True, ""), (True, "autocast"), (False, ""), (False, "cast"))
 _OF_FP32 = tuple(product((True, False), ("", "cast", "fp32")))
 
@@ -44,7 +45,8 @@ class TiledLoop:
     tile: int
     """Keys of a tile."""
     scores: str
-    """ "after": S, alpha behind it; "q": S, of alpha q; "divided": S, over 1 / alpha behind it; "fp32"."""
+    """ "after": S, alpha behind it; "q": S, of alpha q; "divided": S, over 1 / alpha behind it; "once": alpha S, cast
+    once; "fp32"."""
     row_max: bool
     """m."""
     probs: str
@@ -53,6 +55,10 @@ class TiledLoop:
     """l."""
     accumulator: bool
     """O between tiles."""
+    difference: bool = False
+    """S - m."""
+    divisor: Literal["", "row sum", "inverse"] = ""
+    """Whether l, or 1 / l, is cast behind the last tile alone."""
 
     def rounded(self, fmt: Format) -> dict[str, Any]:
         """What it rounds to a format that published kernels keep in fp32, as fields of a recipe."""
@@ -60,8 +66,9 @@ class TiledLoop:
         every = {
             "scores": scores,
             "row_max": self.row_max and not scores,  # the largest of rounded scores is one of them
-            "row_sum": self.row_sum,
-            "range_pv": self.probs != "fp32",
+            "difference": self.difference,
+            "row_sum": self.row_sum or self.divisor == "row sum",
+            "range_pv": self.probs not in ("fp32", "kernel"),
             "accumulator": self.accumulator,
         }
         return {site: fmt for site, coarse in every.items() if coarse}
@@ -72,12 +79,18 @@ class TiledLoop:
 
     def forward(self, head: AttentionHead, rows: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """The same, and m and l, [R, 1]."""
-        m, ((row_sum, out),) = self._walked(head, rows, low, [self])
-        return (out / row_sum).to(low), m, row_sum
+        m, (sums,) = self._walked(head, rows, low, [self])
+        return self._divided(*sums, low), m, sums[0]
 
     def outs(self, head: AttentionHead, rows: Tensor, low: torch.dtype, some: Sequence[TiledLoop]) -> list[Tensor]:
-        """O of loops that differ from this one in nothing but what their sums l and O are stored in."""
-        return [(out / row_sum).to(low) for row_sum, out in self._walked(head, rows, low, some)[1]]
+        """O of loops that differ from this one in nothing but what their sums l and O are stored in, and divided by."""
+        sums = self._walked(head, rows, low, some)[1]
+        return [one._divided(*of_one, low) for one, of_one in zip(some, sums, strict=True)]
+
+    def _divided(self, row_sum: Tensor, out: Tensor, low: torch.dtype) -> Tensor:
+        if self.divisor == "inverse":
+            return (out * row_sum.reciprocal().to(low)).to(low)
+        return (out / (row_sum.to(low) if self.divisor else row_sum)).to(low)
 
     def _walked(
         self, head: AttentionHead, rows: Tensor, low: torch.dtype, some: Sequence[TiledLoop]
@@ -92,15 +105,19 @@ class TiledLoop:
         for start in range(seen.start // self.tile * self.tile, seen.stop, self.tile):
             keys = slice(start, min(start + self.tile, len(k)))
             scores = self._scores(q, k[keys], head.scale)
+            scores = scores.float() if self.probs == "kernel" else scores
             head.apply_mask(scores, rows, keys)
             largest = torch.maximum(m, scores.amax(1, keepdim=True).to(m.dtype))
             shift = largest.masked_fill(largest == -torch.inf, 0.0)
-            rescale, probs = m - shift, scores - shift
-            if self.probs == "autocast":
+            rescale, probs = (m.float() if self.probs == "kernel" else m) - shift, scores - shift
+            probs = probs.to(low) if self.difference else probs
+            if self.probs in ("autocast", "kernel"):
                 rescale, probs = rescale.float(), probs.float()
             rescale, probs = rescale.exp(), probs.exp()
             probs = probs.to(low) if self.probs == "cast" else probs
-            products = probs @ v[keys].float() if self.probs == "fp32" else _product(probs.to(low), v[keys])
+            cast = probs if self.probs == "fp32" else probs.to(low)
+            products = cast.float() @ v[keys].float()
+            products = products if self.probs in ("fp32", "kernel") else products.to(low)
             total = probs.sum(1, keepdim=True)
             row_sums = {coarse: (rescale * one + total).to(one.dtype) for coarse, one in row_sums.items()}
             outs = {coarse: (rescale * one + products).to(one.dtype) for coarse, one in outs.items()}
@@ -110,6 +127,8 @@ class TiledLoop:
     def _scores(self, q: Tensor, k: Tensor, alpha: float) -> Tensor:
         if self.scores == "fp32":
             return q.float() @ k.float().T * alpha
+        if self.scores == "once":
+            return (q.float() @ k.float().T * alpha).to(q.dtype)
         if self.scores == "q":
             return _product(q * alpha, k.T)
         stored = _product(q, k.T)
@@ -126,8 +145,15 @@ def loops(keys: int, *, alpha_exact: bool) -> tuple[TiledLoop, ...]:
     """Those that are tried on heads of so many keys; ``alpha_exact``: wherever alpha multiplies, it rounds nothing."""
     stored = ("after",) if alpha_exact else ("after", "q", "divided")
     softmax = [(scores, *more) for scores, more in (*product(stored, _OF_STORED), *product(("fp32",), _OF_FP32))]
+    of_kernels = ("once", *(() if alpha_exact else stored), "fp32")
+    softmax += [(scores, scores != "fp32", "kernel") for scores in of_kernels] + [("fp32", True, "kernel")]
     tiles, flags = (*(tile for tile in _TILES if tile < keys), keys), (True, False)
-    return tuple(TiledLoop(tile, *of_p, *sums) for tile, of_p, *sums in product(tiles, softmax, flags, flags))
+    found = [TiledLoop(tile, *of_p, *sums) for tile, of_p, *sums in product(tiles, softmax, flags, flags)]
+    for tile in tiles:
+        kernel = TiledLoop(tile, "fp32", False, "kernel", False, False)
+        found.remove(kernel)  # a published one
+        found += [replace(kernel, difference=True), *(replace(kernel, divisor=one) for one in ("row sum", "inverse"))]
+    return tuple(found)
 
 
 def backwards(loop: TiledLoop, head: AttentionHead, fmt: FloatFormat, low: torch.dtype) -> dict[str, dict[str, Tensor]]:
@@ -147,6 +173,8 @@ class KnownLoops:
 
     def words(self, fmt: Format) -> str | None:
         """What all of them round that published kernels keep in fp32; None where that is nothing."""
+        if all(loop.divisor == "inverse" for loop in self.every):
+            return f"1 / row sum in {base(fmt).upper()}"
         return coarse_words(*(replace(preset("fa2", fmt), **loop.rounded(fmt)) for loop in self.every))
 
     def have_bits(self, subject: SearchedHead, rows: Tensor) -> bool:
@@ -181,7 +209,7 @@ def _fitting(subject: SearchedHead, rows: Tensor, some: Sequence[TiledLoop]) -> 
         return []
 
     def matches(loops: Sequence[TiledLoop], of_rows: Tensor) -> Iterator[tuple[TiledLoop, Match]]:
-        for _, alike in groupby(loops, key=lambda loop: replace(loop, row_sum=False, accumulator=False)):
+        for _, alike in groupby(loops, key=lambda loop: replace(loop, row_sum=False, accumulator=False, divisor="")):
             first, *others = alike
             made = first.outs(head, of_rows, observed.dtype, [first, *others])
             yield from zip([first, *others], (Match(out == observed[of_rows]) for out in made), strict=True)
