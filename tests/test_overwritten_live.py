@@ -342,6 +342,18 @@ def test_the_backward_of_an_operator(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_where_nothing_can_be_held_the_call_runs_all_the_same(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("attn_diag.watching.live.overwritten.Held.hold", out_of_memory)
+    capture, given = captured(tmp_path, sound, way, monkeypatch)
+    assert torch.equal(capture.tensors["k"][...], given[1][:1])
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", [mean_of_k, sound])
 def test_under_inference_mode(kernel: Kernel, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NOW, "kernel", kernel)

@@ -62,10 +62,14 @@ class Held:
         """
         self.lent = True
         wanting = [observer for observer, one in met if one.wanted]
-        if wanting:
+        if not wanting:
+            return
+        try:
             given = bound()
             if any(observer.may_wait for observer in wanting) or not (_on_device(given, names) and _is_sound(function)):
                 self.hold(given, names)
+        except Exception:  # out of memory, or arguments that the function refuses: it runs all the same
+            self._of.clear()
 
     def hold(self, given: Given, names: Iterable[str]) -> None:
         """Copy these, where they are plain tensors."""
@@ -262,7 +266,8 @@ def of_operator(call: OperatorCall) -> Fields:
     def read(now: Given) -> Fields:
         return call.given_instead({id(given[n]): now[n] for n in OPERANDS if now[n] is not given[n]}).fields()
 
-    found = as_given(read, given, call.held, call.operator)
+    held, call.held = call.held, None  # the copies are not kept for longer
+    found = as_given(read, given, held, call.operator)
     assert found is not None
     return found
 
