@@ -18,7 +18,7 @@ from attn_diag.captures.loading import load
 from attn_diag.watching.live import kernels
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-LIBRARY = torch.library.Library("overwriting", "FRAGMENT")
+LIBRARY: Any = torch.library.Library("overwriting", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class WritesIntoDo(torch.autograd.Function):
 
 
 def writes_into_do(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    o: Tensor = WritesIntoDo.apply(q, k, v)
+    o: Tensor = WritesIntoDo.apply(q, k, v)  # type: ignore[no-untyped-call]
     return o
 
 
@@ -178,8 +178,8 @@ def captured(
     return load(path), model.given
 
 
-def accused(capture: attn_diag.Capture) -> set[str]:
-    return {*attn_diag.inspect(capture, device="cpu").labels} - {"clean", "undecided"}
+def accused(capture: attn_diag.Capture) -> bool:
+    return bool({"wrong", "lossy", "biased", "nonfinite"} & attn_diag.inspect(capture, device="cpu").labels)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -306,7 +306,7 @@ def test_the_monitor_takes_do_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_backward_of_an_operator(tmp_path: Path) -> None:
-    lib = torch.library.Library("overwriting_back", "FRAGMENT")
+    lib: Any = torch.library.Library("overwriting_back", "FRAGMENT")  # type: ignore[no-untyped-call]
     lib.define("attention(Tensor q, Tensor k, Tensor v) -> Tensor")
     lib.define("backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor(a!) do) -> (Tensor, Tensor, Tensor)")
 
@@ -314,7 +314,7 @@ def test_the_backward_of_an_operator(tmp_path: Path) -> None:
         del o
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            made = torch.autograd.grad(plain(*leaves), leaves, do.clone())
+            made = torch.autograd.grad(plain(leaves[0], leaves[1], leaves[2]), leaves, do.clone())
         do.mul_(2)
         return made
 
@@ -335,7 +335,8 @@ def test_the_backward_of_an_operator(tmp_path: Path) -> None:
     make = torch.Generator().manual_seed(3)
     q, k, v, do = (torch.randn(1, 2, 40, 8, generator=make).bfloat16() for _ in range(4))
     with attn_diag.capture(None, tmp_path) as recorder:
-        torch.autograd.backward(Attention.apply(*(t.requires_grad_() for t in (q, k, v))), do.clone())
+        o: Any = Attention.apply(*(t.requires_grad_() for t in (q, k, v)))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(o, do.clone())
     (path,) = recorder.written
     assert torch.equal((capture := load(path)).tensors["do"][...], do)
     assert "its backward writes into dO" in (capture.metadata.notes or "")
