@@ -247,6 +247,20 @@ def test_an_o_stored_in_fp8_with_a_scale_is_said_to_be(times: float, tmp_path: P
     assert "explains" not in said
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_row_that_a_coarse_kernel_never_wrote_is_told(zero: bool, tmp_path: Path) -> None:
+    """It was "rounds more coarsely than its format" alone."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        k, v = (x.float().to(torch.float8_e4m3fn).bfloat16() for x in (case.k, case.v))
+        o = emulate(FA2, replace(case, k=k, v=v), CPU)["o"]
+        o[0, 1, -1] *= 0 if zero else 1
+        return o
+
+    said = mismatch(tmp_path, normal(7), engine)
+    assert ("rollout's O is zero at token 191 in head 1, as if never written" in said) == zero
+
+
 def test_heads_in_each_others_place_are_not_said_to_be_too_small(tmp_path: Path) -> None:
     """It was "rollout's O is 99 % too small"."""
     said = mismatch(tmp_path, normal(7), lambda case: emulate(FA2, case, CPU)["o"].flip(1))

@@ -13,6 +13,7 @@ from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, window
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.small_words import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
+from attn_diag.analyses.mismatch.unwritten import unwritten_rows
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -47,6 +48,10 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
                 causes.append(replace(cause, words=cause.words + by_many))
     small = list(_small(found))
     causes += small
+    for index, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
+        # Of a kernel that rounds as it should the row itself strays.
+        if fit.coarse and fit.best is None and (where := unwritten_rows(found.heads, index)) is not None:
+            causes.append(_cause(found.layer, "unnamed-o", side, f"{side}'s O is {where}", fitted=True))
     if found.stray is not None and not small and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
         made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
