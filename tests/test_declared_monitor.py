@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from study_declared import Plan
 
 import attn_diag
 from attn_diag import Monitor
+from attn_diag.results.quality import Pattern, QuantityVerdict
 from attn_diag.watching.monitoring.alarm import AlarmState, replay
 from attn_diag.watching.monitoring.record import JUDGED_FLAGS, LayerCheck, MonitorCheck, read_log
+from attn_diag.watching.monitoring.whole_heads import _verdict
 
 FA3, LENGTH = "fa3-fp8", 64
 
@@ -95,3 +99,13 @@ def test_a_head_that_is_not_looked_at_keeps_what_its_last_look_found() -> None:
     checks = [looked(0, [1, nan]), looked(1, [nan, 1]), looked(2, [nan, 0]), looked(3, [1, nan]), looked(4, [nan, 1])]
     alarms = [[(a.head, a.kind) for a in state.update(check)] for check in checks]
     assert alarms == [[], [], [], [(0, "rounding")], []]
+
+
+def test_the_reason_is_not_that_of_a_quantity_which_is_as_good_as_the_recipes() -> None:
+    """Of a dQ that was 14 times as far off an alarm said that "O has 1.03 times the recipe sage1's error"."""
+    sound = QuantityVerdict("o", "good", "O has 1.03 times.", patterns=(Pattern("scale", "as where k's integers …"),))
+    off = QuantityVerdict("dq", "lossy", "dQ has 14.2 times.")
+    verdict = SimpleNamespace(labels=("lossy",), reasons=("dQ has 14.2 times.",))
+    head: Any = SimpleNamespace(verdict=verdict, quantities=(sound, off))
+    found: Any = SimpleNamespace(assumptions=SimpleNamespace(checks=()))
+    assert _verdict(head, found) == ({"lossy"}, "dQ has 14.2 times.")

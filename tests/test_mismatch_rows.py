@@ -233,6 +233,42 @@ def test_fp8_inside_the_kernel_is_named(names: str, fmt: torch.dtype, words: str
     assert f"kernel's: {words}" in mismatch(tmp_path, normal(7), engine)
 
 
+@pytest.mark.parametrize("times", [1.0, 1.05])
+def test_an_o_stored_in_fp8_with_a_scale_is_said_to_be(times: float, tmp_path: Path) -> None:
+    """It was "no coarser rounding … that was tried explains that"."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        o = times * emulate(replace(FA2, out="fp32"), case, CPU)["o"]
+        scale = o.abs().amax((2, 3), keepdim=True) / 448
+        return ((o / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+
+    said = mismatch(tmp_path, normal(7), engine)
+    assert "all of it are numbers of FP8 (E4M3), as it was stored below 16 bits" in said
+    assert "explains" not in said
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_row_that_a_coarse_kernel_never_wrote_is_told(zero: bool, tmp_path: Path) -> None:
+    """It was "rounds more coarsely than its format" alone."""
+
+    def engine(case: CaseInputs) -> Tensor:
+        k, v = (x.float().to(torch.float8_e4m3fn).bfloat16() for x in (case.k, case.v))
+        o = emulate(FA2, replace(case, k=k, v=v), CPU)["o"]
+        o[0, 1, -1] *= 0 if zero else 1
+        return o
+
+    said = mismatch(tmp_path, normal(7), engine)
+    assert ("rollout's O is zero at token 191 in head 1, as if never written" in said) == zero
+
+
+def test_heads_in_each_others_place_are_not_said_to_be_too_small(tmp_path: Path) -> None:
+    """It was "rollout's O is 99 % too small"."""
+    said = mismatch(tmp_path, normal(7), lambda case: emulate(FA2, case, CPU)["o"].flip(1))
+    assert "too small" not in said
+    assert "rollout's O has a factor of " in said
+    assert "it is something else (another head's or row's, or never written)" in said
+
+
 def test_numbers_of_four_bits_inside_the_kernel_are_not_said_to_be_no_rounding(tmp_path: Path) -> None:
     def engine(case: CaseInputs) -> Tensor:
         step = case.k.float().abs().amax(-1, keepdim=True) / 7

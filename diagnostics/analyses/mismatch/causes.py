@@ -10,8 +10,10 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.small_words import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
+from attn_diag.analyses.mismatch.unwritten import unwritten_rows
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, Place, RunName
@@ -40,12 +42,16 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     causes = [*_semantics(found), *_positions(found)]
     if not alike(found):
         for index, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
-            for cause in _of_fit(found.layer, side, fit):
+            for cause in _of_fit(found.layer, side, fit, [head.rows[index] for head in found.heads]):
                 shared = [one for one in found.small if one.side == index]
                 by_many = f"; many elements share it: {words_of(shared, side, len(found.heads))}" if shared else ""
                 causes.append(replace(cause, words=cause.words + by_many))
     small = list(_small(found))
     causes += small
+    for index, (side, fit) in enumerate(zip(_RUNS, found.fits, strict=True)):
+        # Of a kernel that rounds as it should the row itself strays.
+        if fit.coarse and fit.best is None and (where := unwritten_rows(found.heads, index)) is not None:
+            causes.append(_cause(found.layer, "unnamed-o", side, f"{side}'s O is {where}", fitted=True))
     if found.stray is not None and not small and not any(fit.coarse for fit in found.fits):
         row, side = found.stray, _RUNS[found.stray.side]
         made = "a fault, or scores rounded to 16 bits" if row.by_scores else "no rounding makes that"
@@ -128,7 +134,8 @@ def _cause(
     )  # fmt: skip
 
 
-def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]:
+def _of_fit(layer: int, side: RunName, fit: LayerFit, heads: Sequence[RunRows]) -> Iterator[MismatchCause]:
+    """``heads``: that run's rows of each."""
     if fit.best is not None:
         words = f"{side} computes with {fit.best.words}"
         yield _cause(layer, fit.best.kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
@@ -141,14 +148,25 @@ def _of_fit(layer: int, side: RunName, fit: LayerFit) -> Iterator[MismatchCause]
         where = f" ({fit.site.where})" if fit.site.where else ""
         yield _cause(layer, kind, side, f"{off}: {fit.site.words}{where}", fitted=True, explained=fit.site_explains)
         return
+    if fit.nearest or fit.relative > TOLERANCE:
+        kind = "unnamed-o"
+    if not fit.nearest and (stored := _stored_below(heads)) is not None:
+        told = f"all of it are numbers of {stored}, as it was stored below 16 bits; what else it is off by is not told"
+        yield _cause(layer, kind, side, f"{off}: {told}", fitted=True)
+        return
     told = fit.nearest or (
         "no coarser rounding and no other semantics that was tried explains that: it rounds more coarsely than its "
         "format, or computes what was not tried"
     )
-    if fit.nearest or fit.relative > TOLERANCE:
-        kind = "unnamed-o"
     words = f"{off}; {told}"
     yield _cause(layer, kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
+
+
+def _stored_below(heads: Sequence[RunRows]) -> str | None:
+    """The format below 16 bits of which all numbers of O are, and v's are not; None: none."""
+    o, v = (torch.cat([getattr(rows, name).nan_to_num() for rows in heads]) for name in ("o", "v"))
+    stored = format_below(o)
+    return None if stored is None or format_below(v) == stored else stored
 
 
 def _small(found: ComparedLayer) -> Iterator[MismatchCause]:

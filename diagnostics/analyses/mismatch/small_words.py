@@ -12,6 +12,8 @@ from attn_diag.results.wording import number, percent, plural
 Kind = Literal["head", "rows", "feature", "scale"]
 FEW = 16
 """Rows of the smallest group that is looked at."""
+# An O that is so much too small along what it should be is no smaller for it: it is another.
+_UNRELATED = -0.5
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,12 @@ def words_of(found: Sequence[SmallError], run: str, heads: int) -> str:
     where = f"most clearly in head {first.head}{first.what}{more}"
     size = f"{percent(abs(first.off), '.2g')} (± {percent(first.error, '.1g')})"
     way = "small" if first.off < 0 else "large"
+    if first.kind != "scale" and first.off < _UNRELATED:
+        factor = f"{number(1 + first.off, 2)} (± {number(first.error, 1)})"
+        return (
+            f"{run}'s O has a factor of {factor} along what it should be, {where}: it is something else (another "
+            "head's or row's, or never written)"
+        )
     if first.kind != "scale":
         return (
             f"{run}'s O is {size} too {way}, {where}: roundings of P and O to nearest do not make that (a factor "

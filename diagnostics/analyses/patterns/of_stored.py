@@ -38,6 +38,8 @@ _EXPLAINED = 0.5
 # Numbers are further off than that to a whole spacing, and so many times a well-rounded kernel's error, by no cast; and
 # if more than this part of the rows hold such numbers, something else makes the error.
 _CLEARLY, _MOST_BEYOND = 8.0, 0.1
+# A kernel of FP16 may round to BF16 before the cast (P̄, say): its error is held against that of one of BF16.
+_FP16_BITS, _BF16_BITS = 11, 8
 # So many numbers share the largest size where a cast clips.
 _MANY_CLIPPED = 8
 
@@ -70,7 +72,8 @@ def stored_below(evidence: Evidence) -> Pattern | None:
     # To nearest, and widened again, it is half a spacing of both further off than a well-rounded kernel at most; to
     # either side a whole one.
     far = away - _spacing(grid, observed, truth) - last_bit
-    far = far > _CLEARLY * (evidence.noise[rows, None] / truth.shape[1]).sqrt()
+    clearly = _CLEARLY * 2.0 ** (min(evidence.fmt.precision, _FP16_BITS) - _BF16_BITS)
+    far = far > clearly * (evidence.noise[rows, None] / truth.shape[1]).sqrt()
     beyond_it = (far & ~clipped).any(1)
     if float(beyond_it.double().mean()) > _MOST_BEYOND:
         return None

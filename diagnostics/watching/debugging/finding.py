@@ -17,6 +17,7 @@ from attn_diag.reference import hides
 from attn_diag.results.base import shown_at_prompt
 from attn_diag.results.diagnosis import Diagnosis, Label
 from attn_diag.watching.live.call import AttentionCall, CallPlace
+from attn_diag.watching.live.overwritten import DO_OVERWRITTEN
 
 _FORWARD, _BACKWARD = ("q", "k", "v", "o", "lse"), ("do", "dq", "dk", "dv")
 # Scores that are held at one time.
@@ -81,6 +82,8 @@ class Conditions:
         found = []
         if call.written is not None and not after_backward and "wrong" in self.labels:
             found.append(f"wrong: {call.written}")
+        if after_backward and DO_OVERWRITTEN in call.notes and "wrong" in self.labels:
+            found.append(f"wrong: {DO_OVERWRITTEN}")
         if self.nonfinite and (broken := first_nonfinite(call, _BACKWARD if after_backward else _FORWARD)):
             found.append(broken)
         if self.max_logit is not None and not after_backward:

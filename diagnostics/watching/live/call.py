@@ -149,7 +149,9 @@ class AttentionCall:
     refused: str | None = None
     """Why attn-diag cannot analyse the call (dropout)."""
     written: str | None = None
-    """What the function wrote into of its inputs, in words: they are not what it was given any more."""
+    """What the function wrote into of its inputs, though they are its caller's, in words."""
+    lent: bool = False
+    """Whether what ran is somebody's own, which may write into what it is given."""
     copied: Set[str] = frozenset()
     """Names of tensors that are copies already: they last."""
     awaits_backward: bool = False
@@ -223,9 +225,13 @@ class AttentionCall:
             "kernel": self.kernel,
             "device": torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type,
             "torch": torch.__version__,
-            "notes": "; ".join(self.notes) or None,
+            "notes": self.metadata_notes(),
             "extra": extra,
         }
+
+    def metadata_notes(self) -> str | None:
+        """Its notes, in one."""
+        return "; ".join(self.notes) or None
 
     def capture(self) -> Capture:
         """Make a Capture in memory of the tensors as they are now.

@@ -63,6 +63,7 @@ def declare_operator(
             reads=_reader(names, stated),
             o=_place(returns, "o"),
             gradients=tuple(_place(backward_returns, gradient) for gradient in _GRADIENTS),
+            holds=True,
         )
     )
 

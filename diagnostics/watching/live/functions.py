@@ -17,7 +17,8 @@ from attn_diag.watching.live.sites import (
     FLASH_ATTN,
     FLEX,
     MULTI_HEAD,
-    SDPA,
+    PATCHED,
+    REGISTERED,
     TRANSFORMERS,
     AttentionSite,
     Function,
@@ -44,7 +45,7 @@ def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
     sdpa = functional.scaled_dot_product_attention
     # Not that of context_parallel: it ends in a ring, and is only put back where it is found as it was left.
     if sdpa is not torch._C._nn.scaled_dot_product_attention and getattr(sdpa, "__module__", "") != TORCH_RING:
-        yield SDPA, sdpa
+        yield PATCHED, sdpa
     yield from ring_functions(sys.modules)
     yield MULTI_HEAD, functional.multi_head_attention_forward
     yield from methods()
@@ -64,7 +65,11 @@ def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
     for key, function in _transformers_implementations().items():
         # sdpa ends in scaled_dot_product_attention, which knows more.
         if key != "sdpa" and callable(function):
-            yield TRANSFORMERS, function
+            yield TRANSFORMERS if _theirs(function) else REGISTERED, function
+
+
+def _theirs(function: Function) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("transformers.")
 
 
 def _transformers_implementations() -> Namespace:

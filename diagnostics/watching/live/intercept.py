@@ -29,10 +29,12 @@ from attn_diag.watching.live.functions import COMPILED, Namespace, attention_fun
 from attn_diag.watching.live.observer import Observer
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides
+from attn_diag.watching.live.overwritten import HeldByOperators, as_given, of_operator
 from attn_diag.watching.live.places import MadeBy
 from attn_diag.watching.live.rings import RingBackward, is_traced
 from attn_diag.watching.live.sites import (
     FLEX,
+    REGISTERED,
     SDPA,
     TRANSFORMERS,
     AttentionSite,
@@ -249,7 +251,7 @@ def _met(
 
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     global flex_calls
-    flex_calls += site in (FLEX, TRANSFORMERS)
+    flex_calls += site in (FLEX, TRANSFORMERS, REGISTERED)
     met = _met()
     before, outer = _thread.calls, (_thread.tap, _thread.site)
     tap = Tap()
@@ -259,8 +261,8 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         _thread.hops = tap.hops if any(one.wanted for _, one in met) else deque(maxlen=0)
     try:
         wanted = any(one.wanted for _, one in met)
-        if site.holds and any(one.wanted and observer.may_wait for observer, one in met):
-            tap.hold(bind(function, site, args, kwargs), site.holds)
+        if site.holds:
+            tap.held.begin(function, met, lambda: bind(function, site, args, kwargs), site.holds)
         drops = wanted and site.drops is not None and site.drops(bind(function, site, args, kwargs)) > 0
         if not site.tapped and not drops:
             result = function(*args, **kwargs)
@@ -317,7 +319,7 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
         if fields is None:
             return
         for observer, one in wanting:
-            observer.sees(one, fields, result)
+            observer.sees(one, {**fields, "notes": [*fields.get("notes", ())]}, result)
     _thread.calls = _thread.calls + 1
     for observer, one in met:
         observer.counts(one)
@@ -350,7 +352,7 @@ def _forward(call: OperatorCall) -> None:
 def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
     met = _met(call.module, made_by, call)
     call.sequences = _sequences(met)
-    _tell(met, lambda: {**call.fields(), "operator": call}, None)
+    _tell(met, lambda: {**of_operator(call), "operator": call}, None)
     return met
 
 
@@ -382,7 +384,7 @@ def _flex_backward(args: tuple[Any, ...]) -> None:
 
 
 backlog = Backlog(_thread, _observers, _looking, _tell_late, _went_back)
-_overrides = OperatorOverrides(_composite, _late, _forward, _backward, backlog)
+_overrides = OperatorOverrides(_composite, _late, _forward, _backward, backlog, HeldByOperators(_looking))
 recordings = GraphRecordings(_observers, _looking, meet_operators, _ran, _went_back)
 
 
@@ -390,5 +392,6 @@ def _read(
     site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tap: Tap
 ) -> Fields | None:
     with torch.no_grad():
-        found = site.read(bind(function, site, args, kwargs), result, tap)
+        given = bind(function, site, args, kwargs)
+        found = as_given(lambda a: site.read(a, result, tap), given, tap.held, function)
     return found and found | {"began": tap.began}

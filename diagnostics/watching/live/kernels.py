@@ -80,6 +80,9 @@ class FusedOperator:
     written: str = ""
     """The argument that it writes O into, where it returns nothing."""
 
+    holds: bool = False
+    """Whether it may write into what it is given, as one that nobody here knows."""
+
     @property
     def is_function(self) -> bool:
         """Whether it is a Python function."""

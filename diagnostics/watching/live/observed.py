@@ -10,7 +10,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 import torch
 from torch import Tensor
 
-from attn_diag.captures.lent import written_words
 from attn_diag.captures.metadata import Causal
 from attn_diag.errors import InputError
 from attn_diag.results.wording import plural
@@ -82,8 +81,9 @@ def observe(
     given under their usual names (mask or attn_mask, causal or is_causal, scale, softmax_scale or sm_scale, window,
     softcap) is read off each call; what it fixes itself is stated here. Where several fused operators or known
     functions run inside, those are told of instead. The function and its gradients keep their bits; while nothing
-    listens a call costs a microsecond. Inside a compiled graph it is a part of that graph, and not seen. ``capture``
-    and ``break_if`` tell of a function that writes into its q, k or v, comparing with copies, and do not judge it.
+    listens a call costs a microsecond. Inside a compiled graph it is a part of that graph, and not seen. Of a function
+    or operator that writes into its q, k, v, mask or dO it is told, and held is what it was given (copies of wanted
+    calls); keys that it puts into a cache are its own. Where O is that of what it left there, the call is not judged.
 
     A registered operator (``torch.library.custom_op``) is seen there too, by its name:
 
@@ -174,13 +174,11 @@ def observe(
             parts = RingHops.forward(tap.hops, values.shape[-1])
             found |= {"k": keys, "v": values, "own": own, "refused": refused, "hops": parts}
             found["kernel"] = f"{label} of {tap.hops[0].kernel}, {plural(len(tap.hops), 'hop')}"
-        tap.lent.look()
-        if tap.lent.written:
-            found["written"] = f"{label} {written_words(tap.lent.written).removeprefix('it ')}"
-            found["refused"] = f"{found['written']}: what it was given is gone"
         return found
 
-    site = AttentionSite(label, read, ring=ring is not None, holds=tuple(names[name] for name in "qkv"))
+    site = AttentionSite(
+        label, read, ring=ring is not None, holds=tuple(names[n] for n in ("q", "k", "v", "mask") if n in names)
+    )
 
     @functools.wraps(function)
     def observed(*args: Given.args, **kwargs: Given.kwargs) -> Result:

@@ -31,6 +31,7 @@ class OperatorCall:
         operator: Which.
         lse: What it returned; None where it does not.
         module: The name of the module that makes the call, from the one that was compiled on; empty: not known.
+        held: What it was given, held while it ran.
         record: What was recorded of the call, where its tensors are copies.
         to_come: The gradient at what made its q, where that is recorded too.
         sequences: So many sequences, the first, are all that anybody looks at; None: every one.
@@ -38,6 +39,7 @@ class OperatorCall:
 
     module = ""
     sequences: int | None = None
+    held: Any = None
     record: object | None = None
     to_come: GradientToCome | None = None
 
@@ -117,6 +119,18 @@ class OperatorCall:
     def recorded(self, record: object, *, differentiable: bool, to_come: GradientToCome | None) -> None:
         """Note that its tensors are copies, which nobody differentiates, of those of a call that is recorded."""
         self.record, self._differentiable, self.to_come = record, differentiable, to_come
+
+    def given_instead(self, others: Mapping[int, Tensor]) -> Self:
+        """The same call, with others in place of arguments, by their ``id``."""
+        arguments, args, kwargs = self._call
+        found = copy(self)
+        found._call = (
+            arguments,
+            tuple(others.get(id(x), x) for x in args),
+            {name: others.get(id(x), x) for name, x in kwargs.items()},
+        )
+        found._given = found._inputs = found._laid_out_o = None
+        return found
 
     def of_others(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> Self:
         """The same call with other tensors, [B, H, T, D] and [B, H, T], in place of its own."""
@@ -213,10 +227,12 @@ class OperatorBackward:
     Attributes:
         forward: What was recorded of the forward, where that is known.
         hops: Of a ring's, those of its hops.
+        notes: What is to be said of the call.
     """
 
     forward: object | None = None
     hops: Sequence[OperatorBackward] = ()
+    notes: Sequence[str] = ()
 
     def __init__(
         self, operator: FusedOperator, arguments: Arguments, args: tuple[Any, ...], kwargs: Arguments, result: Any
@@ -277,6 +293,10 @@ class OperatorBackward:
     def do(self) -> Tensor:
         """The gradient of o."""
         return self._tensor("do")
+
+    def given_do(self, do: Tensor) -> None:
+        """Say what the gradient of o was, laid out as it came, where it is another now."""
+        self._known["do"] = self._laid_out("do", do)
 
     @property
     def of_lse(self) -> bool:

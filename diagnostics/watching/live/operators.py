@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from torch.library import Library, get_kernel
 from attn_diag.watching.live.backlog import Backlog
 from attn_diag.watching.live.kernels import FusedOperator, loaded, operators
 from attn_diag.watching.live.operator_calls import Arguments, OperatorBackward, OperatorCall
+from attn_diag.watching.live.overwritten import DO_OVERWRITTEN, OPERANDS, Held, HeldByOperators
 from attn_diag.watching.live.untraced import passed_by, traced_again, untraced
 
 # Called instead of an operator: the kernel that was there, and what it is to be called with.
@@ -86,6 +87,7 @@ class OperatorOverrides:
         forward: Told of a fused operator that has run.
         backward: Told of one's backward.
         backlog: Records the calls that need not be told of at once.
+        held: Holds what operators that nobody knows are given.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class OperatorOverrides:
         forward: Callable[[OperatorCall], None],
         backward: Callable[[OperatorBackward], None],
         backlog: Backlog,
+        held: HeldByOperators,
     ) -> None:
+        self._held = held
         self._composite, self._late, self._forward, self._backward = composite, late, forward, backward
         self._backlog = backlog
         self._kernels = Kernels()
@@ -182,8 +186,10 @@ class OperatorOverrides:
         return run
 
     def _ran(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
-        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            self._forward(OperatorCall(operator, arguments, args, kwargs, result))
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, held: Held | None = None) -> None:
+            call = OperatorCall(operator, arguments, args, kwargs, result)
+            call.held = held
+            self._forward(call)
 
         backlog = self._backlog
 
@@ -191,11 +197,23 @@ class OperatorOverrides:
             # Functions may be given all by name, and are told of at once.
             return backlog.open and not operator.is_function and backlog.ran(operator, arguments, args, kwargs, result)
 
-        return self._outermost(operator, kernel, tell, records)
+        return self._outermost(operator, kernel, tell, records, partial(self._hold, operator, arguments, OPERANDS))
+
+    def _hold(
+        self, operator: FusedOperator, arguments: Arguments, names: Sequence[str], args: tuple[Any, ...], kwargs: Any
+    ) -> Held | None:
+        try:
+            return self._held.hold(operator, operator.given(arguments, args, kwargs), names)
+        except Exception:  # out of memory, or arguments that nobody can read: who is told of the call tells of it
+            return None
 
     def _went_back(self, operator: FusedOperator, kernel: Any, arguments: Arguments) -> Callable[..., Any]:
-        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            self._backward(OperatorBackward(operator, arguments, args, kwargs, result))
+        def tell(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, held: Held | None = None) -> None:
+            back = OperatorBackward(operator, arguments, args, kwargs, result)
+            if held is not None and (do := held.as_given(("do",)).get("do")) is not None:
+                back.notes = [DO_OVERWRITTEN] if held.overwritten else []
+                back.given_do(do)
+            self._backward(back)
 
         backlog = self._backlog
         # Behind the dispatcher's keys.
@@ -204,26 +222,30 @@ class OperatorOverrides:
         def records(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:  # noqa: ARG001 - as forwards
             return backlog.open and 0 < at < len(args) and backlog.went_back(args[at], args, result)
 
-        return self._outermost(operator, kernel, tell, records)
+        return self._outermost(operator, kernel, tell, records, partial(self._hold, operator, arguments, ("do",)))
 
     def _outermost(
         self,
         operator: FusedOperator,
         kernel: Any,
-        tell: Callable[[tuple[Any, ...], dict[str, Any], Any], None],
+        tell: Callable[..., None],
         records: Callable[[tuple[Any, ...], dict[str, Any], Any], bool],
+        hold: Callable[[tuple[Any, ...], dict[str, Any]], Held | None],
     ) -> Callable[..., Any]:
-        within, first = self._within, 0 if operator.is_function else 1
+        within, first, holds = self._within, 0 if operator.is_function else 1, operator.holds
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if getattr(within, "one", False):
                 return kernel(*args, **kwargs)
+            held = untraced(hold, args[first:], kwargs) if holds else None
             within.one = True
             try:
                 result = kernel(*args, **kwargs)
             finally:
                 within.one = False
-            if not records(args, kwargs, result):
+            if held is not None:
+                untraced(tell, args[first:], kwargs, result, held)
+            elif not records(args, kwargs, result):
                 untraced(tell, args[first:], kwargs, result)
             return result
 

@@ -18,6 +18,7 @@ from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
+from attn_diag.watching.live.overwritten import DO_OVERWRITTEN, Held
 from attn_diag.watching.live.sites import Graph, LayOut
 from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
@@ -73,6 +74,7 @@ class Pending:
         self._spoilt: set[str] = set()
         self._forward: object | None = None
         self._to_come: GradientToCome | None = None
+        self._do = Held()
 
     def follow_projection(self, y: Tensor, projection: CapturedProjection) -> None:
         """Have the gradient at the projection's output too, where q is not just that output without a bias."""
@@ -198,6 +200,7 @@ class Pending:
         if back.forward is not None:
             self.call.copied |= {"do", "dq", "dk", "dv"}
         self.call.hops = RingHops.backward(back.hops) if back.hops else None
+        self.call.notes += back.notes
         self._take(back.do, back.gradients)
 
     def give_up(self) -> None:
@@ -236,7 +239,11 @@ class Pending:
             if name in self._spoilt or grad is None or is_batched(grad):
                 self._arrived(name)
                 return
-            setattr(self.call, name, lay_out(grad.detach()).to(dtype))
+            grad = grad.detach()
+            if name == "do" and self.call.lent:
+                self._do.hold({name: grad}, [name])
+                grad = self._do.as_given([name]).get(name, grad)
+            setattr(self.call, name, lay_out(grad).to(dtype))
             if name == "dq" and self.copy_dq:
                 self.call.dq_pre = self.call.dq
             self._arrived(name)
@@ -247,6 +254,8 @@ class Pending:
         self._missing.discard(name)
         if not self._missing:
             self._unhook()
+            self.call.notes += [DO_OVERWRITTEN] if self._do.overwritten else []
+            self._do = Held()
             self._finished(self)
 
     def waits_for(self, name: str) -> bool:

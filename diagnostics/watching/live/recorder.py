@@ -286,6 +286,7 @@ class Recorder:
         if taken is not None:
             late = {name: t for name, t in self._tensors(call).items() if name in _LATE or is_of_hop(name)}
             taken.tensors |= self._part.clones(call, late)
+            taken.metadata["notes"] = call.metadata_notes()
             self._submit(taken)
 
     def step_ended(self, step: int) -> None:  # noqa: ARG002 - the protocol

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -44,18 +44,20 @@ class AttentionSite:
     drops: Callable[[Mapping[str, Any]], float] | None = None
     """Tells p of a call's dropout; the products of such a call are recorded, whose operand tells what was kept."""
     holds: tuple[str, ...] = ()
-    """Arguments that are held until it has run, where a listener may wait, to tell whether it wrote into them."""
+    """Arguments that are held until it has run, as it may write into them."""
     over_operator: bool = False
     """Whether it knows more than a fused operator that runs underneath; else that one is told of instead."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Name the call's arguments, defaults filled in."""
-    if site is SDPA:
+    if site in (SDPA, PATCHED):
         return {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    named = {**kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))} if site in (TRANSFORMERS, EAGER) else {}
+    named = (
+        {**kwargs, **dict(zip(_TRANSFORMERS, args, strict=False))} if site in (TRANSFORMERS, REGISTERED, EAGER) else {}
+    )
     return {**bound.arguments, **named}
 
 
@@ -383,3 +385,6 @@ EAGER = AttentionSite("transformers eager", _read_eager, drops=_transformers_dro
 TRANSFORMERS = AttentionSite("transformers", _read_transformers)
 FLEX = AttentionSite("flex_attention", _read_flex, over_operator=True)
 FLASH_ATTN = AttentionSite("flash_attn", _read_flash_attn)
+# What somebody else has put in their place, or beside them.
+PATCHED = replace(SDPA, name="scaled_dot_product_attention, replaced", holds=("query", "key", "value", "attn_mask"))
+REGISTERED = replace(TRANSFORMERS, name="transformers, registered", holds=("query", "key", "value", "attention_mask"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_diag.captures.lent import Lent
 from attn_diag.watching.live.operator_calls import OperatorCall
+from attn_diag.watching.live.overwritten import Held
 
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 
@@ -22,7 +22,7 @@ class Tap:
         operator: the fused operator; None: none ran.
         began: the number that autograd's next node had when this was made: nodes of the call have it or a higher one.
         hops: of a ring, all fused operators in the order in which they ran.
-        lent: what the call was given that is its caller's.
+        held: what the call was given, where it may write into that.
         products_seen: of each product its two factors and its result.
     """
 
@@ -31,12 +31,7 @@ class Tap:
         self.began: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.hops: list[OperatorCall] = []
         self.products_seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.lent = Lent()
-
-    def hold(self, given: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Keep a copy of these arguments until the call has run; not of another class of tensors (a DTensor)."""
-        for name in (n for n in names if type(given[n]) is Tensor):
-            self.lent.out(name, given[name].detach().clone(), given[name])
+        self.held = Held()
 
     def products(self) -> TorchDispatchMode:
         """A context that records products; it passes all operators on as they came."""

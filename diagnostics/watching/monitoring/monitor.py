@@ -244,6 +244,8 @@ class Monitor:
             self._warn(f"{call.place.module or 'attention'} is not monitored: {refused}")
             self._refused = True
             return
+        if call.written is not None:
+            self._warn(f"{call.written}; checked with what it was given")
         sample = None
         if self._checked(call.place):
             sample = Sample.of(call, self._sequences, self._rows) if by is None else by.sample(call)

@@ -86,7 +86,8 @@ def _verdict(head: HeadDiagnosis, found: CaptureDiagnosis) -> tuple[set[str], st
             return {"wrong"}, f"{SYMBOLS[check.output]} is {off}: mask, scale or descale factors are not those stated"
     if head.verdict is None:
         return set(), ""
-    named = (q.words for q in head.quantities if any(pattern.kind == "scale" for pattern in q.patterns))
+    faulty = (q for q in head.quantities if q.answer in ("wrong", "lossy"))
+    named = (q.words for q in faulty if any(pattern.kind == "scale" for pattern in q.patterns))
     return {*head.verdict.labels}, next(named, head.verdict.reasons[0])
 
 
