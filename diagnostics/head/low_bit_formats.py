@@ -92,6 +92,32 @@ def arithmetics_of(by: Quantizer) -> tuple[Arithmetic, ...]:
     return tuple(one for one in _ARITHMETICS if every or "inverse" not in one)
 
 
+# What x is divided by, the scale as it is stored or before it is rounded, where ties go, and how; llama.cpp's way first.
+_CODED: tuple[tuple[str, str, Arithmetic], ...] = (
+    ("unrounded", "away", "fp32-reciprocal"),
+    ("unrounded", "even", "fp32-reciprocal"),
+    ("unrounded", "even", "exact"),
+    ("stored", "even", "exact"),
+)
+
+
+def in_16_bits(one: LowBitFormat) -> list[LowBitFormat]:
+    """The same integers with scales that are stored in FP16 or BF16, in the same order of every one; none of others."""
+    if not isinstance(one.by.parsed_elements, Integers) or one.by.scale != "fp32" or not one.scales.startswith("a "):
+        return []
+    return [
+        replace(
+            one,
+            by=quantizer(
+                one.by, arithmetic=how, scale=fmt, ties=ties, divisor=divisor if one.by.symmetric else "stored"
+            ),
+            scales=f"{article}{one.scales[1:]}",
+        )
+        for fmt, article in (("fp16", "an FP16"), ("bf16", "a BF16"))
+        for divisor, ties, how in _CODED
+    ]
+
+
 def formats_of(x: Tensor, name: str) -> Iterator[LowBitFormat]:
     """What x [n, D] may have been held in with scales of its own, and FP8 without any."""
     shape = len(x), x.shape[1]
@@ -119,6 +145,12 @@ def formats_of(x: Tensor, name: str) -> Iterator[LowBitFormat]:
         for zero, how in (("integer", ""), ("float", " that is not rounded")):
             asymmetric = quantizer(by, narrow=False, symmetric=False, zero_point=zero)
             yield from _blocks(f"INT{bits}", asymmetric, groups, shape, f" and a zero point{how}")
+    for bits in (4, 5):  # llama.cpp's Q4_0 and Q5_0, and its Q5_1
+        by = quantizer("int8", elements=f"int{bits}", narrow=False)
+        lowest = f", the number of largest magnitude over -{2 ** (bits - 1)}"
+        yield from _blocks(f"INT{bits}", quantizer(by, scale_of="extreme"), ("32",), shape, lowest)
+    by = quantizer("int8", elements="int5", narrow=False, symmetric=False, zero_point="float")
+    yield from _blocks("INT5", by, ("32",), shape, " and a zero point that is not rounded")
 
 
 def _blocks(

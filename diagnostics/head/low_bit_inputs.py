@@ -17,7 +17,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_of, expected_square, formats_of
+from attn_diag.head.low_bit_formats import (
+    UP_TO_TWO,
+    LowBitFormat,
+    arithmetics_of,
+    expected_square,
+    formats_of,
+    in_16_bits,
+)
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
@@ -145,6 +152,7 @@ class _Search:
                     replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
                     for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), arithmetics_of(one.by))
                 ])  # fmt: skip
+        self._with_scales_of_16_bits(found)
         if found.pop(PROBS, None) is not None:
             if not (ways := self._nearest_casts(found, noise)):
                 return self.run(noise, widened, any_scale=any_scale, probs=False)
@@ -173,6 +181,20 @@ class _Search:
             best = min(near, key=left)
             tried, step = [best], step / _FINER
         return best
+
+    def _with_scales_of_16_bits(self, found: dict[str, LowBitFormat | CastProbs]) -> None:
+        """Give those found that are integers scales of 16 bits where that leaves clearly less: all alike, then each.
+
+        Which way of coding them leaves least is no claim of its own.
+        """
+        ways = {name: in_16_bits(one) for name, one in found.items() if isinstance(one, LowBitFormat)}
+        ways = {name: some for name, some in ways.items() if some}
+        together = [dict(zip(ways, every, strict=True)) for every in zip(*ways.values(), strict=True)]
+        for several in (together, *([{name: one} for one in some] for name, some in ways.items())):
+            left = [self.left({**found, **one}) for one in several]
+            known = all(found[name] in ways[name] for one in several for name in one)
+            if left and (1.0 if known else _SAME) * min(left) < self.left(found):
+                found |= several[left.index(min(left))]
 
     def _nearest_casts(self, found: Held, noise: float) -> list[CastProbs]:
         """How P_bar was cast, with q, k and v held so: a way a format of those that leave least; empty: in none."""

@@ -1,0 +1,92 @@
+"""Caches of integers with an FP16 scale for 32 of a row, as llama.cpp's CPU kernels hold and multiply them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_diag import inspect
+from attn_diag.results.quality import QuantityVerdict
+
+T, D = 192, 64
+
+
+def q8_0(x: Tensor) -> Tensor:
+    """amax / 127, which is stored in FP16 once codes are made with it in FP32."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    quotient = blocks * (1 / scale)
+    codes = (quotient + 0.5 * quotient.sign()).trunc()
+    return (codes * scale.half().float()).reshape(x.shape)
+
+
+def q4_0(x: Tensor, bits: int = 4) -> Tensor:
+    """The number of the largest magnitude, with its sign, over -8."""
+    blocks, half = x.reshape(*x.shape[:-1], -1, 32), 2 ** (bits - 1)
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = largest / -half
+    codes = (blocks * (1 / scale) + half + 0.5).trunc().clamp(max=2 * half - 1) - half
+    return (codes * scale.half().float()).reshape(x.shape)
+
+
+def q5_0(x: Tensor) -> Tensor:
+    return q4_0(x, 5)
+
+
+def inputs(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 1, T, D, generator=generator).half().float() for _ in range(3)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With all else in FP32."""
+    return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+def verdict_of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> QuantityVerdict:
+    (found,) = inspect(q, k, v, o=o).captures[0].observations[0].heads[0].quantities
+    return found
+
+
+def test_scales_in_fp16_are_told_and_leave_nothing() -> None:
+    q, k, v = inputs()
+    found = verdict_of(q.half(), k.half(), v.half(), attention(q8_0(q), q8_0(k), q8_0(v)))
+    assert found.answer == "lossy"
+    assert found.patterns[0].words == (
+        "all rows are what k, v and q held in INT8 (an FP16 scale for 32 of a row) give, and but for that as good as a "
+        "well-rounded kernel's"
+    )
+
+
+@pytest.mark.parametrize(("cache", "name", "lowest"), [(q4_0, "INT4", 8), (q5_0, "INT5", 16)])
+def test_scales_with_a_sign_are_told(cache, name: str, lowest: int) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = inputs(1)
+    found = verdict_of(q.half(), k.half(), v.half(), attention(q8_0(q), cache(k), cache(v)))
+    assert found.patterns[0].formats == {"k": name, "v": name, "q": "INT8"}
+    assert f"the number of largest magnitude over -{lowest}" in found.patterns[0].words
+
+
+def test_scales_in_fp32_are_not_said_to_be_in_16_bits() -> None:
+    q, k, v = inputs(2)
+
+    def in_fp32(x: Tensor) -> Tensor:
+        blocks = x.reshape(*x.shape[:-1], -1, 32)
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        return ((blocks / scale).round() * scale).reshape(x.shape)
+
+    found = verdict_of(q.half(), k.half(), v.half(), attention(q, in_fp32(k), in_fp32(v)))
+    assert "INT8 (a scale for 32 of a row)" in found.patterns[0].words
+
+
+def test_fp32_inputs_near_a_format_are_not_said_to_be_no_rounding() -> None:
+    q, k, v = inputs(3)
+    o = attention(q8_0(q), q8_0(k), q8_0(v))
+    o = o + 0.002 * o.roll(1, -1)
+    head = inspect(q, k, v, o=o).captures[0].observations[0].heads[0]
+    assert head.verdict is not None
+    assert head.verdict.labels == ("wrong",)
+    assert head.quantities[0].patterns[0].near
+    (advice,) = head.verdict.suggestions
+    assert advice.startswith("q, k or v lost their bits")
+    assert "No rounding makes this error" not in advice
