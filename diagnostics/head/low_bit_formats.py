@@ -92,7 +92,7 @@ def arithmetics_of(by: Quantizer) -> tuple[Arithmetic, ...]:
     return tuple(one for one in _ARITHMETICS if every or "inverse" not in one)
 
 
-# What x is divided by, the scale as it is stored or before it is rounded, where ties go, and how; llama.cpp's way first.
+# Whether x is divided by the scale as it is stored, where ties go, and how it is divided; llama.cpp's way first.
 _CODED: tuple[tuple[str, str, Arithmetic], ...] = (
     ("unrounded", "away", "fp32-reciprocal"),
     ("unrounded", "even", "fp32-reciprocal"),

@@ -13,7 +13,7 @@ from attn_diag.results.wording import SYMBOLS, together
 _NOT_FUSED = (
     "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
 )
-_OF_FUSED = ("scores", "lse", "backward_scores", "backward_shifted")
+_OF_FUSED = ("scores", "summed", "lse", "backward_scores", "backward_shifted")
 _SCORES = "The rounding is known, and named with the head: keep in fp32 what it casts."
 KEPT_WHOLE = (
     "P or dS loses all behind its tenth bit. Where tl.dot takes it in fp32 (as TF32, by default), cast it to nearest, "
