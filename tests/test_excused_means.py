@@ -76,7 +76,7 @@ def test_sums_in_fp32_lose_terms_that_are_too_small() -> None:
         o += probs[:, key, None] * v[key]
     o /= probs.double().sum(1, keepdim=True).float()
     q, k, v, o = (x[None, None] for x in (q, k, v, o))
-    for factor, label in ((1.0, "clean"), (1 + 2.0**-15, "biased")):
+    for factor, label in ((1.0, "clean"), (1 + 2.0**-20, "biased")):
         head = attn_diag.inspect(q, k, v, o=factor * o, causal="top-left").captures[0].observations[0].heads[0]
         assert some(head.verdict).labels == (label,)
         means = [one for one in (head.bias.o_excess, head.bias.o_away_excess) if some(some(one).p_adjusted) < 0.01]

@@ -90,3 +90,26 @@ def test_fp32_inputs_near_a_format_are_not_said_to_be_no_rounding() -> None:
     (advice,) = head.verdict.suggestions
     assert advice.startswith("q, k or v lost their bits")
     assert "No rounding makes this error" not in advice
+
+
+@pytest.mark.parametrize("cache", [q8_0, q4_0])
+@pytest.mark.parametrize("out", [torch.float32, torch.float16])
+def test_a_causal_border_one_key_further_on_is_wrong_beside_them(cache, out: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    """O was half of itself off, and lossy: none of the roundings that were tried made it."""
+    q, k, v = inputs(4)
+    scores = q8_0(q) @ cache(k).mT * D**-0.5
+    o = scores.masked_fill(torch.ones(T, T).triu(2) > 0, -torch.inf).softmax(-1) @ cache(v)
+    found = inspect(*(x.half() for x in (q, k, v)), o=o.to(out), causal="top-left").captures[0].observations[0]
+    (verdict,) = found.heads[0].quantities
+    assert verdict.answer == "wrong"
+    assert "near what a causal border one key further on gives" in verdict.words
+
+
+def test_another_cache_is_no_mistake_of_the_kernel() -> None:
+    """Held in four bits, O is a tenth of itself off, and nothing is said of its mask or its heads."""
+    q, k, v = inputs(5)
+    scores = q8_0(q) @ q4_0(k).mT * D**-0.5
+    o = scores.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf).softmax(-1) @ q4_0(v)
+    found = inspect(*(x.half() for x in (q, k, v)), o=o, causal="top-left").captures[0].observations[0].heads[0]
+    assert found.quantities[0].answer == "lossy"
+    assert found.quantities[0].patterns[0].kind == "operands"

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from attn_diag.reference import AttentionHead, FloatFormat, reference_rows, round_nearest_even
 
+# Rows that are summed at once.
+_ROWS = 1024
 SUMMED = "key-by-key"
 # A key is a step.
 _MOST_KEYS = 512
@@ -50,3 +52,16 @@ def summed(head: AttentionHead, fmt: FloatFormat, out: FloatFormat) -> dict[str,
         o = torch.where(weight > 0, round_nearest_even(o + weight * v[key], fmt), o)
     # Scores are shifted by the row's maximum, at which m ends; a sink joins behind the keys.
     return {"o": round_nearest_even(o * block.inverse_row_sum[:, None], out)}
+
+
+def in_fp32(head: AttentionHead) -> Tensor:
+    """O, float64, of sums in fp32 that take key by key, all else exact: terms too small beside the sum are lost."""
+    found = []
+    for rows in torch.arange(len(head.q), device=head.q.device).split(_ROWS):
+        block = reference_rows(replace(head, do=None), rows)
+        probs, v = head.drop(block.unnormalised_probs, block.rows, block.keys).float(), head.v[block.keys].float()
+        o = torch.zeros(len(rows), v.shape[1], device=v.device)
+        for key in range(len(v)):
+            o.addcmul_(probs[:, key, None], v[key])
+        found.append((o.double() * block.inverse_row_sum[:, None]).float().double())
+    return torch.cat(found)

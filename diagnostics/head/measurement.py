@@ -108,7 +108,5 @@ class HeadMeasurement:
     """LSE and a captured delta, by what their errors make of dQ."""
     mean_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     """By test, observed and of what it is held against, see the function of this name."""
-    of_fp32_sums: float = 0.0
-    """Of an O in fp32, how many ulp a sum in fp32 of a row's keys may be off, in the mean over rows; else 0."""
     cut_off: CutOff = ""
     """What of its products was cut off to TF32, by O's errors; empty: nothing, or it is not known."""

@@ -19,7 +19,6 @@ from attn_diag.head.shared import SharedRows, rows_alike
 from attn_diag.head.stacks import on_host
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.reference import Rows
-from attn_diag.reference.rounding import FP32
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -168,19 +167,8 @@ def _of_head(
         finite_beside_nan=_finite_beside_nan(one, broken, masked_rows=one.of_rows[1]),
         without_keys=judging.rows_without_keys(one.seen, masked) if fully_masked else {},
         nearly_uniform=uniform,
-        of_fp32_sums=_of_fp32_sums(one, rows) if len(kept) else 0.0,
     )
     return OpenedHead(one.passed, one.seen, result, rows, usable, maxima.several_keys)
-
-
-def _of_fp32_sums(one: _Head, rows: Tensor | slice) -> float:
-    """Each of n additions rounds by half an ulp at most: by sqrt(n) / 2 together, where they have nothing in common.
-
-    What they do have in common stays below that: terms too small to count, which are lost with the same sign. Of 1,024
-    keys of low rank (V with a mean of 1) ggml loses 2.5 ulp so, torch and ONNX Runtime 0.6.
-    """
-    fmt = one.seen.formats.get("o")
-    return float(one.passed.visible[rows].double().sqrt().mean()) / 2 if fmt == FP32 else 0.0
 
 
 def _repeat_sums(multiplicity: Ints, usable: Bools) -> list[list[RepeatSums]]:

@@ -65,8 +65,7 @@ class Entry:
     declared_sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     """Of a declared kernel, see ``HeadMeasurement.mean_sums``."""
     cut_off: CutOff = ""
-    """See ``HeadMeasurement``; likewise the next."""
-    of_fp32_sums: float = 0.0
+    """See ``HeadMeasurement``."""
 
     def primary_p_values(self) -> dict[str, float]:
         """The primary tests' p-values by name, those that exist and whose mean the reference is sharp enough for.
@@ -103,7 +102,6 @@ class Entry:
             certificate=d.certificate,
             level=level,
             declared={name: mean_is_the_recipes(sums) for name, sums in self.declared_sums.items()},
-            of_fp32_sums=self.of_fp32_sums,
         )
         words = self.remarks + _uniform_words(d, level) if self.nearly_uniform else self.remarks
         verdict = replace(verdict, reasons=(*verdict.reasons, *words)) if words else verdict
@@ -189,8 +187,7 @@ def pool(
     uniform = 2 * sum(p.nearly_uniform for p in parts) > len(parts)
     remarks = tuple(_remarks(parts, sequences, independent))
     cut_off = parts[0].cut_off if len({p.cut_off for p in parts}) == 1 else ""
-    sums = min(p.of_fp32_sums for p in parts)
-    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, pooled.declared, cut_off, sums)
+    return Entry(diagnosis, same, in_doubt, independent, remarks, uniform, pooled.declared, cut_off)
 
 
 @dataclass(frozen=True)

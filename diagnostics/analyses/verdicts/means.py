@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from attn_diag.analyses.verdicts.advice import KEPT_WHOLE
 from attn_diag.head.cut_off import SITES
 from attn_diag.head.measurement import CutOff
 from attn_diag.results.diagnosis import BiasEstimate, RoundingBias, Verdict
-from attn_diag.results.wording import number
 from attn_diag.statistics.means import MIN_EFFECTIVE
 
 # A mean is not tested where the reference's own error may be more than this part of its standard error.
@@ -44,22 +42,19 @@ def rejects(estimate: BiasEstimate, level: float) -> bool:
     return estimate.p_adjusted is not None and estimate.p_adjusted <= level
 
 
-def excuse(
-    name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level: float, of_fp32_sums: float = 0.0
-) -> str | None:
+def excuse(name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level: float) -> str | None:
     """Why a mean that differs from zero is no kernel's fault, in words; None where it is not known to be excused.
 
     delta's total has the mean that correct rounding of O has, where that is as significant: the null for a nearest-even
     kernel is "no bias beyond correct rounding". And any test may have the mean that a well-rounded kernel has on the
     same input: the casts of its format make it, or tensor cores, which cut sums off, or of FP32 inputs V's rounding to
-    TF32. An O in fp32 has what sums in fp32 lose: terms too small to count beside the largest.
+    TF32.
 
     Args:
         name: The primary test.
         estimate: Its mean.
         rounding_bias: What correct rounding alone makes.
         level: The level of significance.
-        of_fp32_sums: Of an O in fp32, how many ulp its sums may be off.
     """
     rounding = rounding_bias.delta if name == "delta" else None
     tested = rounding is not None and rounding.p_value is not None and rounding.p_value <= level
@@ -67,8 +62,6 @@ def excuse(
         return f"correct rounding of O alone gives {rounding.mean:.3g}"
     if _alike(estimate.well_rounded_mean, estimate.mean):
         return f"a well-rounded kernel has {estimate.well_rounded_mean:.3g} on this input"
-    if name.startswith("o_") and abs(estimate.mean_ulp or math.inf) <= of_fp32_sums:
-        return f"sums of so many terms in fp32 are off by up to {number(of_fp32_sums)} ulp"
     return None
 
 

@@ -70,13 +70,12 @@ def judge(
     quantities: Sequence[QuantityVerdict] = (),
     certificate: Certificate | None = None,
     declared: Mapping[str, bool] | None = None,
-    of_fp32_sums: float = 0.0,
 ) -> Verdict:
     """The verdict of one entry: is it the mathematics, well rounded, biased, fragile? In this order.
 
     ``bias`` must carry the adjusted p-values of the primary tests. ``quantities``: each captured one; those of a format
     without a published recipe are wrong or stated, and not asked how well they are rounded. ``declared``: by primary
-    test, whether the mean is what the declared recipe has too. ``of_fp32_sums``: as of ``HeadMeasurement``.
+    test, whether the mean is what the declared recipe has too.
     """
     if certificate is not None and not certificate.held:
         return _violated(certificate)
@@ -110,7 +109,7 @@ def judge(
         # Where most are in doubt it is the reference, as beside an O in float64.
         few = bias.o_excess is not None and 2 * in_doubt < bias.o_excess.n
         reasons += _blurred(blurred, in_doubt if few else 0)
-    biased = _biased(tests, rounding_bias, level, scope, declared or {}, of_fp32_sums)
+    biased = _biased(tests, rounding_bias, level, scope, declared or {})
     reasons += biased[1]
     if biased[0]:
         labels.append("biased")
@@ -276,9 +275,8 @@ def _dq_error(propagation: Propagation) -> tuple[float | None, str]:
 
 
 def _biased(
-    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str, declared: Mapping[str, bool],
-    of_fp32_sums: float,
-) -> tuple[bool, list[str]]:  # fmt: skip
+    tests: dict[str, BiasEstimate], rounding_bias: RoundingBias, level: float, scope: str, declared: Mapping[str, bool]
+) -> tuple[bool, list[str]]:
     """Whether a primary test rejects a mean that is the kernel's own, and the sentence for each that rejects."""
     guilty, words = False, []
     for name, estimate in tests.items():
@@ -291,7 +289,7 @@ def _biased(
         )
         if estimate.t is None:
             sentence += f"; it is the same everywhere, and p the chance that {estimate.n_clusters} signs agree"
-        excused = excuse(name, estimate, rounding_bias, level, of_fp32_sums)
+        excused = excuse(name, estimate, rounding_bias, level)
         if excused is None and declared.get(name):
             excused = "no further off than the declared recipe's mean may be"
         guilty |= excused is None
