@@ -65,7 +65,7 @@ def test_a_mean_that_a_well_rounded_kernel_shares_is_not(monkeypatch: pytest.Mon
 
 
 def test_sums_in_fp32_lose_terms_that_are_too_small() -> None:
-    """Every kernel's do that adds key by key (ggml's): 2.5 ulp of FP32 at 1,024 keys of low rank, "the kernel's fault"."""
+    """Any kernel's do that adds key by key: ggml's lose 2.5 ulp of FP32 on 1,024 keys of low rank."""
     generator = torch.Generator().manual_seed(3)
     basis = torch.randn(4, 64, generator=generator)
     q, k = (torch.randn(384, 4, generator=generator) @ basis / 2 for _ in range(2))

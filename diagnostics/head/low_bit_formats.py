@@ -16,6 +16,7 @@ from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantiz
 # BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
 _ARITHMETICS: tuple[Arithmetic, ...] = "exact", "fp32", "fp32-reciprocal", "fp32-inverse", "fp32-torch-inverse"
 
+OF_ALL_HEADS = "a scale for all heads"
 UP_TO_TWO = " up to a power of two"
 """Of a scale of floats: twice or half of it moves nothing but what underflows."""
 
@@ -46,7 +47,7 @@ class LowBitFormat:
     @property
     def own_scale(self) -> bool:
         """Whether it has one scale that is no head's, nor 1."""
-        return self.amax not in (None, self.by.mapped)
+        return self.amax not in (None, self.by.mapped) and self.scales != OF_ALL_HEADS
 
     def at(self, factor: float) -> LowBitFormat:
         """With a scale so many times as large."""
@@ -118,8 +119,19 @@ def in_16_bits(one: LowBitFormat) -> list[LowBitFormat]:
     ]
 
 
-def formats_of(x: Tensor, name: str) -> Iterator[LowBitFormat]:
-    """What x [n, D] may have been held in with scales of its own, and FP8 without any."""
+def formats_of(x: Tensor, name: str, of_all: float = 0.0) -> Iterator[LowBitFormat]:
+    """What x [n, D] may have been held in with scales of its own, FP8 without any, and integers with all heads' scale.
+
+    Args:
+        x: Of one head.
+        name: q, k or v.
+        of_all: The largest number of all heads; 0: not known.
+    """
+    if of_all > float(x.abs().amax()):
+        for bits in (8, 4):
+            yield LowBitFormat(
+                f"INT{bits}", OF_ALL_HEADS, quantizer("int8", elements=f"int{bits}", block="tensor"), of_all
+            )
     shape = len(x), x.shape[1]
     for one in UNSCALED.values():
         yield one

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def out_of(head: AttentionHead, rows: Tensor, formats: Held) -> Tensor:
 
 def find_held(
     head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, widened: str = "fp32",
-    any_scale: bool = True,
+    any_scale: bool = True, of_all: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Held]:  # fmt: skip
     """In which formats q, k and v were held, as O shows.
 
@@ -97,17 +98,21 @@ def find_held(
         noise: A well-rounded kernel's squared error there: of what leaves no more nothing is looked for.
         widened: The format in which codes times scales may be held: bf16, fp16 or fp32.
         any_scale: Also try scales that are not this head's own, which takes as long as all else.
+        of_all: Of q, k and v the largest number of all heads, where a scale may be theirs.
 
     Returns:
         The ways that O does not tell apart; empty: none shows.
     """
-    return _Search(replace(head, do=None), observed, rows, numbers).run(noise, widened, any_scale=any_scale)
+    return _Search(replace(head, do=None), observed, rows, numbers, of_all).run(noise, widened, any_scale=any_scale)
 
 
 class _Search:
     """The search on one head's O."""
 
-    def __init__(self, head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float) -> None:
+    def __init__(
+        self, head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, of_all: Mapping[str, float]
+    ) -> None:
+        self._of_all = of_all
         self._head, self._observed, self._rows, self._numbers = head, observed, rows, numbers
         self._block = block = reference_rows(head, rows)
         self._sloped = block.probs if block.slope is None else block.probs * block.slope
@@ -230,7 +235,7 @@ class _Search:
 
     def _along(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats whose effect is in an error once, each with the part that is along it and the name."""
-        formats = list(formats_of(getattr(self._head, name), name))
+        formats = list(formats_of(getattr(self._head, name), name, self._of_all.get(name, 0.0)))
         for one in formats:
             if part := self._part(name, one, error, len(formats)):
                 yield part, name, one
