@@ -18,7 +18,8 @@ def q8_0(x: Tensor) -> Tensor:
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     quotient = blocks * (1 / scale)
     codes = (quotient + 0.5 * quotient.sign()).trunc()
-    return (codes * scale.half().float()).reshape(x.shape)
+    found: Tensor = (codes * scale.half().float()).reshape(x.shape)
+    return found
 
 
 def q4_0(x: Tensor, bits: int = 4) -> Tensor:
@@ -27,7 +28,8 @@ def q4_0(x: Tensor, bits: int = 4) -> Tensor:
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = largest / -half
     codes = (blocks * (1 / scale) + half + 0.5).trunc().clamp(max=2 * half - 1) - half
-    return (codes * scale.half().float()).reshape(x.shape)
+    found: Tensor = (codes * scale.half().float()).reshape(x.shape)
+    return found
 
 
 def q5_0(x: Tensor) -> Tensor:
@@ -41,7 +43,8 @@ def inputs(seed: int = 0) -> list[Tensor]:
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """With all else in FP32."""
-    return (q @ k.mT * D**-0.5).softmax(-1) @ v
+    found: Tensor = (q @ k.mT * D**-0.5).softmax(-1) @ v
+    return found
 
 
 def verdict_of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> QuantityVerdict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,8 +39,9 @@ def key_by_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.float() * (1 / total)
 
 
-def judged(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> HeadDiagnosis:
-    found = inspect(*(x[None, None] for x in (q, k, v)), o=o[None, None], causal="bottom-right")
+def judged(inputs: Sequence[Tensor], o: Tensor) -> HeadDiagnosis:
+    q, k, v = (x[None, None] for x in inputs)
+    found = inspect(q, k, v, o=o[None, None], causal="bottom-right")
     return found.captures[0].observations[0].heads[0]
 
 
@@ -47,7 +50,7 @@ def judged(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> HeadDiagnosis:
 def test_it_has_a_name(kind: str, out: torch.dtype) -> None:
     """O was 13 to 55 times as far off as a well-rounded kernel's, and none of the roundings tried made it."""
     q, k, v = inputs(kind)
-    (verdict,) = judged(*(x.half() for x in (q, k, v)), key_by_key(q, k, v).to(out)).quantities
+    (verdict,) = judged([x.half() for x in (q, k, v)], key_by_key(q, k, v).to(out)).quantities
     assert verdict.answer == "lossy"
     assert WORDS in verdict.words
 
@@ -55,7 +58,7 @@ def test_it_has_a_name(kind: str, out: torch.dtype) -> None:
 def test_of_fp32_inputs_it_is_no_wrong_mathematics() -> None:
     """It was wrong: 0.157 % off, "which no 8-bit rounding makes"."""
     q, k, v = inputs("lowrank", 2)
-    (verdict,) = judged(1.0001 * q, k, v, key_by_key(1.0001 * q, k, v)).quantities
+    (verdict,) = judged([1.0001 * q, k, v], key_by_key(1.0001 * q, k, v)).quantities
     assert verdict.answer == "lossy"
     assert "with O's accumulator in FP16, the operands of all products too (key by key" in verdict.words
 
@@ -64,7 +67,7 @@ def test_a_row_at_fault_beside_it_is_wrong() -> None:
     q, k, v = inputs("normal", 2)
     o = key_by_key(q, k, v)
     o[9] *= 1.5
-    (verdict,) = judged(*(x.half() for x in (q, k, v)), o).quantities
+    (verdict,) = judged([x.half() for x in (q, k, v)], o).quantities
     assert verdict.answer == "wrong"
     assert "row 9" in verdict.words
 

@@ -57,7 +57,7 @@ def summed(head: AttentionHead, fmt: FloatFormat, out: FloatFormat) -> dict[str,
 def in_fp32(head: AttentionHead) -> Tensor:
     """O, float64, of sums in fp32 that take key by key, all else exact: terms too small beside the sum are lost."""
     found = []
-    for rows in torch.arange(len(head.q), device=head.q.device).split(_ROWS):
+    for rows in torch.split(torch.arange(len(head.q), device=head.q.device), _ROWS):
         block = reference_rows(replace(head, do=None), rows)
         probs, v = head.drop(block.unnormalised_probs, block.rows, block.keys).float(), head.v[block.keys].float()
         o = torch.zeros(len(rows), v.shape[1], device=v.device)

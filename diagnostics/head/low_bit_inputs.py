@@ -110,7 +110,12 @@ class _Search:
     """The search on one head's O."""
 
     def __init__(
-        self, head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, of_all: Mapping[str, float]
+        self,
+        head: AttentionHead,
+        observed: Tensor,
+        rows: Tensor,
+        numbers: float,
+        of_all: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._of_all = of_all
         self._head, self._observed, self._rows, self._numbers = head, observed, rows, numbers
