@@ -8,8 +8,8 @@ holds the share ``made`` of all V / n, and the share ``seen`` of all (e^2 - c^2)
 wrong, seen is 1. What stands out by chance, the part ``made`` of squares of unit normal numbers that is largest, holds
 made + 2 z phi(z) of their sum, z = the quantile of 1 - made / 2.
 A rounding explains what stands out if seen is nearer to that than to 1, or if most of what it makes is there anyway;
-and if hardly more rows are turned away from the true ones than by its draws. It does not where the error is larger than
-what it makes, and the rows that do not stand out have none of it.
+and if hardly more rows are turned away from the true ones than by its draws. Of O it does not where the error is
+larger than what it makes, and the rows that do not stand out have none of it.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def explains(
     truth: Tensor,
     marked: Tensor,
     limits: Tensor,
+    *,
+    of_o: bool = False,
 ) -> bool:
     """Whether a rounding explains what stands out, see the module.
 
@@ -112,6 +114,7 @@ def explains(
         truth: What is true, [n, D].
         marked: bool [n, D], the elements that stand out, or all of a row that does.
         limits: How many times a row's root mean square may exceed the noise's, [n].
+        of_o: Whether they are O's, of which no row is right because something cancels.
     """
     from scipy.special import ndtri
 
@@ -127,7 +130,8 @@ def explains(
     seen, made = float(excess[marked].sum()) / size, float(relative[marked].sum()) / makes
     right = ~marked.any(1)
     if (
-        size > makes
+        of_o
+        and size > makes
         and int(right.sum()) > _ROWS
         and excess[right].sum() / size < _NOTHING * relative[right].sum() / makes
     ):
