@@ -281,7 +281,7 @@ def _good(entries: Sequence[Entry]) -> str:
     everywhere = [name for name in SYMBOLS.values() if all(name in names for names in good)]
     count = head_name(heads[0].layer, heads[0].head) if len(heads) == 1 else _count(entries)
     if not everywhere:
-        return f"no mean error beyond chance in {count}"
+        return f"no mean error of the kernel's own in {count}"
     are = "are" if len(everywhere) > 1 else "is"
     return f"{together(everywhere)} {are} as good as {_held_against(heads)}'s in {count}, and no bias was found"
 

@@ -175,3 +175,36 @@ def test_rounded_scores_are_no_other_scale(times: float, rounded: str) -> None:
     for words in _said_of_o(times, 3, rounded=rounded):
         assert "softcap" not in words
         assert "softmax scale" not in words or "truncates" in words
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_stale_key_is_wrong_where_all_rows_before_it_are_right(dtype: torch.dtype) -> None:
+    """Once O is off by more than 8 bits make it, and 37 rows by nothing, no rounding is the cause: it was lossy."""
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(1, 1, ROWS, 64, generator=generator).to(dtype) for _ in range(3))
+    stale = [x.clone() for x in (k, v)]
+    for x in stale:
+        x[:, :, 37] = x[:, :, 36]
+    scores = (q.float() @ stale[0].float().mT / 8).masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf)
+    o = (scores.softmax(-1) @ stale[1].float()).to(dtype)
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu").captures[0].observations[0].heads[0]
+    (verdict,) = found.quantities
+    assert verdict.answer == "wrong"
+    assert "rows 0-36 are right; rows 37-95 are" in verdict.words
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_sums_that_begin_behind_the_first_tile_are_no_wrong_mathematics(tile: int) -> None:
+    """The first rows have a single tile, in which nothing is rounded; here they are cast to 8 bits between tiles."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 1, ROWS, 64, generator=generator).half() for _ in range(3))
+    scores = (q.float() @ k.float().mT / 8).masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf)
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = torch.zeros(1, 1, ROWS, 64)
+    for start in range(0, ROWS, tile):
+        more = probs[..., start : start + tile] @ v.float()[:, :, start : start + tile]
+        o = more if start == 0 else round_to((o + more).double(), parse("e8m3")).float()
+        o[:, :, :tile] = (probs @ v.float())[:, :, :tile]
+    o = (o / probs.sum(-1, keepdim=True)).half()
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu").captures[0].observations[0].heads[0]
+    assert found.quantities[0].answer == "lossy"

@@ -137,7 +137,7 @@ def test_version_1_is_read_and_shown(file: Path) -> None:
     shown, page = found.report().replace("\n", " "), html_document(found)
     assert "noise floor" in shown
     assert "noise floor" in page
-    assert shown.startswith("PASS: no mean error beyond chance in ")
+    assert shown.startswith("PASS: no mean error of the kernel's own in ")
     read = attn_diag.Diagnosis.from_json(embedded_diagnosis(page))
     assert [head.noise_factor for *_, head in read.entries()] == [head.noise_factor for *_, head in found.entries()]
     assert attn_diag.Diagnosis.from_json(found.to_json()) == found

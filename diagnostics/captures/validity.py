@@ -111,7 +111,12 @@ def _check_input_dtypes(tensors: Tensors) -> None:
         # BF16 beside FP16 is neither's promotion: an operation on both gives FP32.
         wider = len(odd) == 1 and {common, dtypes[odd[0]]} != {torch.bfloat16, torch.float16}
         wider = wider and format_of(dtypes[odd[0]]).precision > format_of(common).precision
-        hint = f": {odd[0]} was silently promoted, look at the last operation that made it" if wider else ""
+        hint = (
+            f": {odd[0]} was silently promoted, look at the last operation that made it; where the kernel does take it "
+            "so (llama.cpp's q in FP32 beside a cache in FP16), give all three in its dtype, which changes no number"
+            if wider
+            else ""
+        )
         raise InputError(f"q, k and v must have one dtype, got {listed}{hint}")
     for name, dtype in dtypes.items():
         if dtype in FP8 and f"{name}_descale" not in tensors:

@@ -169,7 +169,10 @@ def _beside_coarser(compared: Compared, chosen: QuantitySample) -> QuantitySampl
 
     def explained(marked: Tensor) -> bool:
         return bool(marked.any()) and any(
-            explains(errors, usual, compared.expected, left_by(site), truth, marked, limits) for site in SITES
+            explains(
+                errors, usual, compared.expected, left_by(site), truth, marked, limits, of_o=compared.quantity == "o"
+            )
+            for site in SITES
         )
 
     return replace(chosen, rounding=explained(places), features_rounding=explained(columns))

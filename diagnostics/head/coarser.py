@@ -8,7 +8,8 @@ holds the share ``made`` of all V / n, and the share ``seen`` of all (e^2 - c^2)
 wrong, seen is 1. What stands out by chance, the part ``made`` of squares of unit normal numbers that is largest, holds
 made + 2 z phi(z) of their sum, z = the quantile of 1 - made / 2.
 A rounding explains what stands out if seen is nearer to that than to 1, or if most of what it makes is there anyway;
-and if hardly more rows are turned away from the true ones than by its draws.
+and if hardly more rows are turned away from the true ones than by its draws. Of O it does not where the error is
+larger than what it makes, and the rows that do not stand out have none of it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ DRAWS = 2
 # Where so much of what a rounding makes stands out, nothing is a place. So many rows may be beyond it by chance: of an
 # error of L every row has a single draw.
 _MOST, FEW = 0.5, 0.05
+# Where the others are more than so many rows, and have so little of what the rounding would make of them, it made
+# nothing there; up to the error that it makes it may be that of some rows alone (a cache of the older keys).
+_ROWS, _NOTHING = 16, 1 / 256
 # A row of which no more is left, as a cosine, is turned away from the truth.
 _TURNED = 0.5
 
@@ -97,6 +101,8 @@ def explains(
     truth: Tensor,
     marked: Tensor,
     limits: Tensor,
+    *,
+    of_o: bool = False,
 ) -> bool:
     """Whether a rounding explains what stands out, see the module.
 
@@ -108,6 +114,7 @@ def explains(
         truth: What is true, [n, D].
         marked: bool [n, D], the elements that stand out, or all of a row that does.
         limits: How many times a row's root mean square may exceed the noise's, [n].
+        of_o: Whether they are O's, of which no row is right because something cancels.
     """
     from scipy.special import ndtri
 
@@ -121,6 +128,14 @@ def explains(
     if not (size > 0 and 0 < makes < math.inf):
         return False
     seen, made = float(excess[marked].sum()) / size, float(relative[marked].sum()) / makes
+    right = ~marked.any(1)
+    if (
+        of_o
+        and size > makes
+        and int(right.sum()) > _ROWS
+        and excess[right].sum() / size < _NOTHING * relative[right].sum() / makes
+    ):
+        return False
     border = float(ndtri(1 - made / 2)) if 0 < made < 1 else 0.0
     largest = made + 2 * border * math.exp(-(border**2) / 2) / math.sqrt(2 * math.pi)
     if made < _MOST and seen > (1 + largest) / 2:

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from attn_diag.head.coarser import coarser
 from attn_diag.head.cut_off import CUT_OFF
-from attn_diag.head.from_lse import backwards_from_lse, from_lse
+from attn_diag.head.from_lse import made_by
 from attn_diag.head.propagation import sloped
 from attn_diag.head.shared import rows_differ
-from attn_diag.head.unfused import FUSED, ROUNDED_DROPOUT, unfused, ways
+from attn_diag.head.unfused import ROUNDED_DROPOUT
 from attn_diag.kernels import PRESETS, EmulatedHead, Recipe, emulate_head, preset
 from attn_diag.reference import AttentionHead, FloatFormat, HeadReference, RowBlock, ulp
 from attn_diag.reference.fused import FusedHeads
@@ -77,7 +77,8 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``FROM_LSE`` (both also
-            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``CUT_OFF``, ``ROUNDED_DROPOUT`` or ``SINK_FIRST``.
+            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``CUT_OFF``, ``ROUNDED_DROPOUT``, ``SUMMED`` or
+            ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.
@@ -85,9 +86,8 @@ def run_counterfactual(
     Returns:
         o, lse and, with dO, delta, dq, dk and dv by name; float64.
     """
-    for known, run in ((ways, unfused), (backwards_from_lse, from_lse)):
-        if recipe.removesuffix(FUSED) in known(head):
-            return run(head, fmt, recipe)
+    if (found := made_by(head, fmt, recipe, stored.get("o", fmt))) is not None:
+        return found
     chosen = _published(recipe, fmt.name, head.q.shape[1])
     if chosen is None:
         head, chosen = coarser(head, fmt.name, recipe, draw)

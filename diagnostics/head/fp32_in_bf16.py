@@ -1,4 +1,4 @@
-"""Kernels of FP32 inputs that go through BF16 somewhere: autocast inside, operands or P in BF16, sums in BF16.
+"""Kernels of FP32 inputs that go through BF16 somewhere: autocast inside, operands or P, sums in BF16 or FP16.
 
 Such a kernel is no wrong mathematics, however far it is beyond what FP32 or TF32 leave. With e its error, w that of
 such a way, emulated on the same head, and d = e - w: the way is named where d is no more than a quarter of e, squared,
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_diag.head.key_by_key import summed
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.propagation import sloped
 from attn_diag.head.quality import ELEMENT_LIMIT, LOSSY
@@ -26,7 +27,7 @@ from attn_diag.head.recipe_candidates import describe_schedule
 from attn_diag.head.recipe_changes import SITES, rounded
 from attn_diag.head.unfused import UNFUSED, WORDS, named, unfused
 from attn_diag.kernels import Recipe, Schedule, emulate_head, preset
-from attn_diag.kernels.formats import parse, round_to
+from attn_diag.kernels.formats import Rounding, parse, round_to
 from attn_diag.kernels.recipe import Order
 from attn_diag.reference import AttentionHead, format_of, reference_rows
 
@@ -108,6 +109,9 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
             known = () if backward else (False,) if "row_sum" in sites else (False, True)
             summed = [partial(_summed, recipe, normalised, of) for normalised in known]
             found += [CoarseWay(said, where, outputs, backward=False) for outputs in summed]
+    if keys <= _MOST_STEPS:
+        words = "O's accumulator in FP16, the operands of all products too"
+        found.append(CoarseWay(words, "key by key, as in ggml's kernel on a CPU", _key_by_key, backward=False))
     return tuple(found)
 
 
@@ -181,10 +185,14 @@ def explained(
     return "" if float(rest.square().sum()) > (1 - _STRUCTURED) * float(left.square().sum()) else None
 
 
-def cut(head: AttentionHead) -> AttentionHead:
+def cut(head: AttentionHead, to: Rounding | None = _BF16) -> AttentionHead:
     """The head with its inputs in BF16."""
-    q, k, v = (round_to(x, _BF16) for x in (head.q, head.k, head.v))
-    return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, _BF16))
+    q, k, v = (round_to(x, to) for x in (head.q, head.k, head.v))
+    return replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, to))
+
+
+def _key_by_key(head: AttentionHead) -> Outputs:
+    return summed(cut(head, parse("fp16")), format_of(torch.float16), format_of(torch.float32))
 
 
 def _changed(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:

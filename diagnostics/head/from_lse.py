@@ -18,7 +18,8 @@ from functools import partial
 
 from torch import Tensor
 
-from attn_diag.head.unfused import FUSED, distinct, forwards
+from attn_diag.head.key_by_key import summed, summed_ways
+from attn_diag.head.unfused import FUSED, distinct, forwards, unfused, ways
 from attn_diag.head.unfused_scores import finite, scaled, steps_of
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 
@@ -44,10 +45,26 @@ def backwards_from_lse(head: AttentionHead) -> tuple[str, ...]:
 
 
 def unpublished(head: AttentionHead, fmt: FloatFormat, quantity: str) -> tuple[str, ...]:
-    """The ways of plain torch (``unfused``) and of these that leave o, dq, dk, dv or dkv differently."""
+    """The ways of plain torch (``unfused``), of ``key_by_key`` and of these that leave a quantity differently."""
     if quantity == "o":
-        return forwards(head)
+        return *forwards(head), *summed_ways(head)
     return *(forwards(head) if quantity == "dv" else distinct(head, fmt)), *backwards_from_lse(head)
+
+
+def made_by(head: AttentionHead, fmt: FloatFormat, way: str, out: FloatFormat) -> dict[str, Tensor] | None:
+    """What a kernel returns for one head that is none that is published; None: it is.
+
+    Args:
+        head: The head.
+        fmt: The inputs' format.
+        way: One of ``unfused.ways`` or of ``FROM_LSE``, also with ``FUSED`` behind it, or ``SUMMED``.
+        out: The format in which O is stored.
+    """
+    if (alone := way.removesuffix(FUSED)) in ways(head):
+        return unfused(head, fmt, way, out=out)
+    if alone in backwards_from_lse(head):
+        return from_lse(head, fmt, way)
+    return summed(head, fmt, out) if way in summed_ways(head) else None
 
 
 def from_lse(

@@ -371,4 +371,7 @@ def why_not_compared(capture: Capture, observation: str) -> str:
     if capture.tensors[key].dtype == dtype:
         return f"no row of '{observation}' can be compared: each has NaN or Inf or is fully masked"
     got, expected = (str(t).removeprefix("torch.") for t in (capture.tensors[key].dtype, dtype))
-    return f"{key} is {got} and q is {expected}: save O as the kernel returned it, in {expected}"
+    return (
+        f"{key} is {got} and q is {expected}: save O as the kernel returned it, if that was in {expected}; of one that "
+        f"returns {got} no bits are compared, and inspect says what its errors show"
+    )

@@ -16,6 +16,7 @@ from attn_diag.kernels.quantizers import PRESETS, Arithmetic, Quantizer, quantiz
 # BF16 over a scale often lies halfway between two codes, and then by how the quotient is made in one or the other.
 _ARITHMETICS: tuple[Arithmetic, ...] = "exact", "fp32", "fp32-reciprocal", "fp32-inverse", "fp32-torch-inverse"
 
+OF_ALL_HEADS = "a scale for all heads"
 UP_TO_TWO = " up to a power of two"
 """Of a scale of floats: twice or half of it moves nothing but what underflows."""
 
@@ -46,7 +47,7 @@ class LowBitFormat:
     @property
     def own_scale(self) -> bool:
         """Whether it has one scale that is no head's, nor 1."""
-        return self.amax not in (None, self.by.mapped)
+        return self.amax not in (None, self.by.mapped) and self.scales != OF_ALL_HEADS
 
     def at(self, factor: float) -> LowBitFormat:
         """With a scale so many times as large."""
@@ -92,8 +93,45 @@ def arithmetics_of(by: Quantizer) -> tuple[Arithmetic, ...]:
     return tuple(one for one in _ARITHMETICS if every or "inverse" not in one)
 
 
-def formats_of(x: Tensor, name: str) -> Iterator[LowBitFormat]:
-    """What x [n, D] may have been held in with scales of its own, and FP8 without any."""
+# Whether x is divided by the scale as it is stored, where ties go, and how it is divided; llama.cpp's way first.
+_CODED: tuple[tuple[str, str, Arithmetic], ...] = (
+    ("unrounded", "away", "fp32-reciprocal"),
+    ("unrounded", "even", "fp32-reciprocal"),
+    ("unrounded", "even", "exact"),
+    ("stored", "even", "exact"),
+)
+
+
+def in_16_bits(one: LowBitFormat) -> list[LowBitFormat]:
+    """The same integers with scales that are stored in FP16 or BF16, in the same order of every one; none of others."""
+    if not isinstance(one.by.parsed_elements, Integers) or one.by.scale != "fp32" or not one.scales.startswith("a "):
+        return []
+    return [
+        replace(
+            one,
+            by=quantizer(
+                one.by, arithmetic=how, scale=fmt, ties=ties, divisor=divisor if one.by.symmetric else "stored"
+            ),
+            scales=f"{article}{one.scales[1:]}",
+        )
+        for fmt, article in (("fp16", "an FP16"), ("bf16", "a BF16"))
+        for divisor, ties, how in _CODED
+    ]
+
+
+def formats_of(x: Tensor, name: str, of_all: float = 0.0) -> Iterator[LowBitFormat]:
+    """What x [n, D] may have been held in with scales of its own, FP8 without any, and integers with all heads' scale.
+
+    Args:
+        x: Of one head.
+        name: q, k or v.
+        of_all: The largest number of all heads; 0: not known.
+    """
+    if of_all > float(x.abs().amax()):
+        for bits in (8, 4):
+            yield LowBitFormat(
+                f"INT{bits}", OF_ALL_HEADS, quantizer("int8", elements=f"int{bits}", block="tensor"), of_all
+            )
     shape = len(x), x.shape[1]
     for one in UNSCALED.values():
         yield one
@@ -119,6 +157,12 @@ def formats_of(x: Tensor, name: str) -> Iterator[LowBitFormat]:
         for zero, how in (("integer", ""), ("float", " that is not rounded")):
             asymmetric = quantizer(by, narrow=False, symmetric=False, zero_point=zero)
             yield from _blocks(f"INT{bits}", asymmetric, groups, shape, f" and a zero point{how}")
+    for bits in (4, 5):  # llama.cpp's Q4_0 and Q5_0, and its Q5_1
+        by = quantizer("int8", elements=f"int{bits}", narrow=False)
+        lowest = f", the number of largest magnitude over -{2 ** (bits - 1)}"
+        yield from _blocks(f"INT{bits}", quantizer(by, scale_of="extreme"), ("32",), shape, lowest)
+    by = quantizer("int8", elements="int5", narrow=False, symmetric=False, zero_point="float")
+    yield from _blocks("INT5", by, ("32",), shape, " and a zero point that is not rounded")
 
 
 def _blocks(

@@ -13,11 +13,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from attn_diag.head.low_bit_formats import UP_TO_TWO, LowBitFormat, arithmetics_of, expected_square, formats_of
+from attn_diag.head.low_bit_formats import (
+    UP_TO_TWO,
+    LowBitFormat,
+    arithmetics_of,
+    expected_square,
+    formats_of,
+    in_16_bits,
+)
 from attn_diag.head.low_bit_probs import CastProbs, first_casts, in_other_ways, told_apart
 from attn_diag.kernels.quantizers import PRESETS, Quantizer, quantizer
 from attn_diag.reference import AttentionHead, reference_rows
@@ -78,7 +86,7 @@ def out_of(head: AttentionHead, rows: Tensor, formats: Held) -> Tensor:
 
 def find_held(
     head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float, noise: float, *, widened: str = "fp32",
-    any_scale: bool = True,
+    any_scale: bool = True, of_all: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Held]:  # fmt: skip
     """In which formats q, k and v were held, as O shows.
 
@@ -90,17 +98,26 @@ def find_held(
         noise: A well-rounded kernel's squared error there: of what leaves no more nothing is looked for.
         widened: The format in which codes times scales may be held: bf16, fp16 or fp32.
         any_scale: Also try scales that are not this head's own, which takes as long as all else.
+        of_all: Of q, k and v the largest number of all heads, where a scale may be theirs.
 
     Returns:
         The ways that O does not tell apart; empty: none shows.
     """
-    return _Search(replace(head, do=None), observed, rows, numbers).run(noise, widened, any_scale=any_scale)
+    return _Search(replace(head, do=None), observed, rows, numbers, of_all).run(noise, widened, any_scale=any_scale)
 
 
 class _Search:
     """The search on one head's O."""
 
-    def __init__(self, head: AttentionHead, observed: Tensor, rows: Tensor, numbers: float) -> None:
+    def __init__(
+        self,
+        head: AttentionHead,
+        observed: Tensor,
+        rows: Tensor,
+        numbers: float,
+        of_all: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._of_all = of_all
         self._head, self._observed, self._rows, self._numbers = head, observed, rows, numbers
         self._block = block = reference_rows(head, rows)
         self._sloped = block.probs if block.slope is None else block.probs * block.slope
@@ -145,6 +162,7 @@ class _Search:
                     replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
                     for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), arithmetics_of(one.by))
                 ])  # fmt: skip
+        self._with_scales_of_16_bits(found)
         if found.pop(PROBS, None) is not None:
             if not (ways := self._nearest_casts(found, noise)):
                 return self.run(noise, widened, any_scale=any_scale, probs=False)
@@ -173,6 +191,20 @@ class _Search:
             best = min(near, key=left)
             tried, step = [best], step / _FINER
         return best
+
+    def _with_scales_of_16_bits(self, found: dict[str, LowBitFormat | CastProbs]) -> None:
+        """Give those found that are integers scales of 16 bits where that leaves clearly less: all alike, then each.
+
+        Which way of coding them leaves least is no claim of its own.
+        """
+        ways = {name: in_16_bits(one) for name, one in found.items() if isinstance(one, LowBitFormat)}
+        ways = {name: some for name, some in ways.items() if some}
+        together = [dict(zip(ways, every, strict=True)) for every in zip(*ways.values(), strict=True)]
+        for several in (together, *([{name: one} for one in some] for name, some in ways.items())):
+            left = [self.left({**found, **one}) for one in several]
+            known = all(found[name] in ways[name] for one in several for name in one)
+            if left and (1.0 if known else _SAME) * min(left) < self.left(found):
+                found |= several[left.index(min(left))]
 
     def _nearest_casts(self, found: Held, noise: float) -> list[CastProbs]:
         """How P_bar was cast, with q, k and v held so: a way a format of those that leave least; empty: in none."""
@@ -208,7 +240,7 @@ class _Search:
 
     def _along(self, name: str, error: Tensor) -> Iterator[tuple[float, str, LowBitFormat]]:
         """The formats whose effect is in an error once, each with the part that is along it and the name."""
-        formats = list(formats_of(getattr(self._head, name), name))
+        formats = list(formats_of(getattr(self._head, name), name, self._of_all.get(name, 0.0)))
         for one in formats:
             if part := self._part(name, one, error, len(formats)):
                 yield part, name, one

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from attn_diag.head.compared import MOST_SCORES
@@ -13,15 +15,19 @@ from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.cut_off import makes, ways
 from attn_diag.head.declared import DRAWS
 from attn_diag.head.head_stack import HeadStack
+from attn_diag.head.key_by_key import in_fp32
 from attn_diag.head.measurement import CutOff
 from attn_diag.head.stacks import numbers
 from attn_diag.head.streaming import ObservedHead, StreamedHead
 from attn_diag.head.truncated_inputs import TruncatedInputs
+from attn_diag.reference.rounding import FP32
 from attn_diag.statistics.means import SignedErrors
 
 Sums = dict[str, npt.NDArray[np.float64]]
 # Standard errors: of healthy heads one in a thousand has such a mean.
 _CLEAR = 3.0
+# An O in fp32 that is so much nearer, squared, than a kernel's that casts P is one of a kernel that does not.
+_FINER = 1 / 16
 
 
 def mean_sums(stack: HeadStack) -> list[Sums]:
@@ -67,9 +73,40 @@ def _runs(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> list[dict[s
     if declared is not None:
         return [declared.outputs(), *(declared.draw(n) for n in range(DRAWS))]
     if isinstance(other, Counterfactuals):
-        return [other.outputs()]
-    rounded = None if out is None else other.to_nearest(out, passed.truth.reference.out, rows)
-    return [] if rounded is None else [rounded]
+        usual: dict[str, Tensor] | None = other.outputs()
+    else:
+        usual = None if out is None else other.to_nearest(out, passed.truth.reference.out, rows)
+    summed = _by_sums_in_fp32(passed, seen, rows, usual)
+    return [one for one in (summed or usual,) if one is not None]
+
+
+def _by_sums_in_fp32(
+    passed: StreamedHead, seen: ObservedHead, rows: Tensor, usual: dict[str, Tensor] | None
+) -> dict[str, Tensor] | None:
+    """What sums in fp32 make of O and delta, beside factors in fp32; None where O is not in fp32, or no mean shows.
+
+    Args:
+        passed, seen, rows: As of ``cut_off``.
+        usual: What O is held against otherwise: a recipe's outputs, which cast P, or those of factors in fp32.
+    """
+    head, truth, out = passed.truth.head, passed.truth.reference.out, seen.outputs.get("o")
+    if out is None or seen.formats["o"] != FP32 or len(head.q) * len(head.k) > MOST_SCORES:
+        return None
+    error, casts = (out - truth)[rows], isinstance(passed.counterfactuals, Counterfactuals)
+    of_usual = torch.zeros_like(truth) if usual is None or casts else usual["o"] - truth
+    if (
+        usual is not None
+        and casts
+        and float(error.square().sum()) > _FINER * float((usual["o"] - truth)[rows].square().sum())
+    ):
+        return None
+    by_row = torch.stack([error.sum(1), (error * truth[rows].sign()).sum(1)])
+    if not bool((by_row.sum(1).abs() > _CLEAR * math.sqrt(len(rows)) * by_row.std(1)).any()):
+        return None
+    made = in_fp32(head) - truth + of_usual
+    found = {"o": truth + made}
+    delta = passed.truth.reference.delta
+    return found if head.do is None or delta is None else found | {"delta": delta + (head.do * made).sum(1)}
 
 
 def _sums(stack: HeadStack, runs: Sequence[Sequence[dict[str, Tensor]]]) -> list[Sums]:

@@ -42,6 +42,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.head.key_by_key import SUMMED
 from attn_diag.head.unfused_scores import COMPILED, LOW_ALPHA, finite, scaled, steps_of, times_alpha
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 from attn_diag.reference.masking import adds
@@ -88,6 +89,7 @@ WORDS = {
     "low": "alpha, and every step of softmax and of its gradient, is rounded to the inputs' format, as in Flax",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
+    "summed": "O is kept in the inputs' format between one key and the next, as in ggml's kernel of few rows on a CPU",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
     "scores": "S is rounded to the inputs' format",
     "lse": "the backward makes P of an L (LSE) that is rounded to the inputs' format",
@@ -196,12 +198,14 @@ def _firsts(of: Sequence[str], kind: Callable[[str], object]) -> tuple[str, ...]
 
 
 def named(way: str) -> str:
-    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s or of ``ROUNDED_DROPOUT``."""
+    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s, of ``ROUNDED_DROPOUT`` or of ``SUMMED``."""
     if way.startswith(_FROM_LSE):
         alone = way.startswith(("from-l:fused", "from-l:stored:fp32", "from-l:shifted"))
         return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"
     if way == ROUNDED_DROPOUT:
         return "dropout_factor"
+    if way == SUMMED:
+        return "summed"
     if way.endswith(_ROUNDED):
         return "dropout"
     way = way.removesuffix(_WIDE)
@@ -223,13 +227,14 @@ def also_fused(way: str) -> str | None:
     return None if named(way) == "normalised" else "scores"
 
 
-def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor]:
+def unfused(head: AttentionHead, fmt: FloatFormat, way: str, *, out: FloatFormat | None = None) -> dict[str, Tensor]:
     """What plain torch returns for one head.
 
     Args:
         head: The head; all of its scores are held at once.
         fmt: The inputs' format.
         way: One of ``ways``, or with ``FUSED`` behind it.
+        out: The format in which O is stored; None: the inputs'.
 
     Returns:
         o, lse (of the stored scores) and, with dO, delta, dq, dk and dv; float64.
@@ -260,12 +265,13 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str) -> dict[str, Tensor
             shift = finite(scores.amax(1))
             powers, row_sum = cast((scores - shift[:, None]).exp()), (finite(lse) - shift).exp()[:, None]
         slope = 1.0 if capped is None else 1 - capped.square()
-        return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped)
+        return {"lse": lse} | _fused(head, wide, powers, row_sum, slope, cast, dropped, out or fmt)
     probs = stored.cast_probs if probs_of not in _STEPS else cast(wide)
     kept = cast(dropped(wide)) if way.endswith(_WIDE) else dropped(probs)
     shared = kept is stored.cast_probs  # which has O and dV of several ways
-    out = stored.out if shared else cast(kept @ head.v)
-    found = {"o": out, "lse": lse if stored.largest is None else lse + stored.largest}
+    of_inputs = out is None or out == fmt
+    o = stored.out if shared and of_inputs else round_nearest_even(kept @ head.v, out or fmt)
+    found = {"o": o, "lse": lse if stored.largest is None else lse + stored.largest}
     if head.do is None:
         return found
     dprobs = dropped(steps.dprobs)
@@ -322,9 +328,10 @@ def _fused(
     slope: Tensor | float,
     cast: Callable[[Tensor], Tensor],
     dropped: Callable[[Tensor], Tensor],
+    out: FloatFormat,
 ) -> dict[str, Tensor]:
     """What a fused kernel makes of stored scores: of P, of exp(S - m) and its sum, and of a softcap's slope."""
-    o = cast((dropped(powers) @ head.v) / row_sum)
+    o = round_nearest_even((dropped(powers) @ head.v) / row_sum, out)
     if head.do is None:
         return {"o": o}
     delta = (head.do * o).sum(1)

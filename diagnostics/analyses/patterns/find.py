@@ -30,6 +30,8 @@ _SAMPLE = 64
 _OF_FURTHEST = 0.5
 # A guess is named only if the next one leaves so many times its squared error.
 _BEATS = 2.0
+# Where nothing is fitted, so much of the squared error that is explained is no chance, whatever is left.
+_MOST = 0.9
 # Two that leave as little as each other.
 _SAME = 1.1
 # More numbers than these were fitted row by row.
@@ -223,7 +225,8 @@ def _how(evidence: Evidence, group: Group, guesses: Guesses = _guesses) -> tuple
     if not _explains_the_furthest(evidence, lines, guess):
         return group, None
     evidence.shown.add((guess.kind, guess.words))
-    return Group(group.lines, guess.kind, guess.words), fit
+    words = guess.words if fit.holds else guess.words.replace("are what", "are near what", 1)
+    return Group(group.lines, guess.kind, words), fit
 
 
 def _explains_the_furthest(evidence: Evidence, lines: Tensor, chosen: Guess) -> bool:
@@ -275,7 +278,9 @@ def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
             continue
         least = min(fit.left for _, fit in known)
         guess, fit = min((f for f in known if f[1].left <= _SAME * least), key=lambda item: item[0].freedom)
-        if not fit.holds or (guess.freedom > _FEW_NUMBERS and fit.remaining > LEAVES):
+        if not (fit.holds or _but_for_rounding(guess, fit)) or (
+            guess.freedom > _FEW_NUMBERS and fit.remaining > LEAVES
+        ):
             continue
         rivals = [
             (g, f)
@@ -286,6 +291,11 @@ def _choose(found: Sequence[tuple[Guess, Fit]]) -> tuple[Guess, Fit] | None:
             return guess, fit
         return None
     return None
+
+
+def _but_for_rounding(guess: Guess, fit: Fit) -> bool:
+    """Whether nothing was fitted, and yet most is explained: behind it the kernel may be as coarse as it likes."""
+    return not (guess.freedom or guess.fitted) and fit.explained >= _MOST
 
 
 def _alike(one: Guess, other: Guess, fit: Fit) -> bool:

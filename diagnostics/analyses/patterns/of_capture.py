@@ -154,8 +154,9 @@ class CapturePatterns:
         if low_bit and not (vanishes or _convinces(patterns)):
             shared = shared_error(evidence, math.sqrt(size)) if coarse and output else None
             shared = shared or self._held.pattern(
-                observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size)
-            )
+                observation, batch, head, lambda: evidence, verdict.quantity, math.sqrt(size),
+                self._other_heads.largest,
+            )  # fmt: skip
             patterns = [shared] if shared else patterns
         if any(isinstance(one, QuantitySample) and one.factors for one in found):
             # What all rows have in common is told by one name, or as it was found beside a rounding.
@@ -204,7 +205,7 @@ class CapturePatterns:
         size = math.sqrt(squared_size(o))
         if (found := self._kernels.pattern(*where, evidence()) or stored_below(evidence())) is not None:
             return bool(found.formats)
-        return self._held.pattern(*where, evidence, "o", size) is not None
+        return self._held.pattern(*where, evidence, "o", size, self._other_heads.largest) is not None
 
     def _cache(self, observation: str, verdict: QuantityVerdict, batches: Sequence[int]) -> QuantityVerdict | None:
         """O or LSE as wrong where the sequences' caches were read in another way; None where nothing says so."""

@@ -12,7 +12,7 @@ from attn_diag.captures.capture import Capture
 from attn_diag.head.read import read_head
 from attn_diag.reference import AttentionHead
 
-_MOST_OTHERS, _MOST_ELSEWHERE = 8, 16
+_MOST_OTHERS, _MOST_ELSEWHERE, _MOST_READ = 8, 16, 64
 
 
 class OtherHeads:
@@ -21,6 +21,7 @@ class OtherHeads:
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self._capture, self._device = capture, device
         self._group = capture.q_heads // capture.kv_heads
+        self._largest: dict[str, float] | None = None
 
     def name(self, head: int) -> str:
         """What a head is called."""
@@ -36,6 +37,16 @@ class OtherHeads:
 
     def _read(self, batch: int, head: int) -> AttentionHead:
         return read_head(self._capture, batch, head, self._device).head
+
+    def largest(self) -> dict[str, float]:
+        """The largest number of k and of v; of a capture of one head, or of many, it is not known."""
+        c = self._capture
+        if self._largest is None and not 1 < c.batch * c.kv_heads <= _MOST_READ:
+            self._largest = {}
+        if self._largest is None:
+            heads = [self._read(b, h) for b in range(c.batch) for h in range(0, c.q_heads, self._group)]
+            self._largest = {name: max(float(getattr(h, name).abs().amax()) for h in heads) for name in ("k", "v")}
+        return self._largest
 
     def _elsewhen(self, batch: int, own: int) -> str:
         return "" if batch == own else f" of {item_of(self._capture.metadata, batch)[0]}"

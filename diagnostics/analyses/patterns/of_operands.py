@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,8 +39,9 @@ class HeldOperands:
         self._told = dict[tuple[str, int, int, str], Pattern | None]()
 
     def pattern(
-        self, observation: str, batch: int, head: int, evidence: Callable[[], Evidence], quantity: str, factor: float
-    ) -> Pattern | None:
+        self, observation: str, batch: int, head: int, evidence: Callable[[], Evidence], quantity: str, factor: float,
+        of_all: Callable[[], Mapping[str, float]],
+    ) -> Pattern | None:  # fmt: skip
         """What O was made of, or of LSE or a gradient what O shows; None where nothing shows.
 
         Args:
@@ -48,10 +49,11 @@ class HeldOperands:
             evidence: O, LSE or a gradient that is lossy, or wrong.
             quantity: Which.
             factor: Its error over a well-rounded kernel's.
+            of_all: As of ``find_held``.
         """
         key = observation, batch, head, quantity
         if key not in self._told:
-            self._told[key] = self._pattern(observation, evidence(), factor)
+            self._told[key] = self._pattern(observation, evidence(), factor, of_all)
         return self._told[key]
 
     def known(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
@@ -61,7 +63,9 @@ class HeldOperands:
         found = [one for alike in self._found[observation] if (one := _told(evidence, alike, factor)) is not None]
         return min((one for one in found if _remaining(one) <= AS_GOOD), key=_remaining, default=None)
 
-    def _pattern(self, observation: str, evidence: Evidence, factor: float) -> Pattern | None:
+    def _pattern(
+        self, observation: str, evidence: Evidence, factor: float, of_all: Callable[[], Mapping[str, float]]
+    ) -> Pattern | None:
         head = evidence.heads[0]
         large = len(head.q) * len(head.k) > _MOST_SCORES or max(head.k.numel(), head.q.numel()) > _MOST_NUMBERS
         if large or any(one.dropout is not None for one in evidence.heads):
@@ -77,7 +81,7 @@ class HeldOperands:
         alike = find_held(
             head, evidence.observed[rows], rows, evidence.dimensions(rows), noise,
             widened=evidence.fmt.name if evidence.fmt.name in ("bf16", "fp16") else "fp32",
-            any_scale=not asked or bool(known),
+            any_scale=not asked or bool(known), of_all=of_all(),
         )  # fmt: skip
         own = _told(evidence, alike, factor) if alike else None
         if own is None or _formats(alike) in map(_formats, known):

@@ -13,7 +13,7 @@ from attn_diag.results.wording import SYMBOLS, together
 _NOT_FUSED = (
     "The rounding is known, and named with the head: keep in fp32 what it casts, or use a fused kernel, which does."
 )
-_OF_FUSED = ("scores", "lse", "backward_scores", "backward_shifted")
+_OF_FUSED = ("scores", "summed", "lse", "backward_scores", "backward_shifted")
 _SCORES = "The rounding is known, and named with the head: keep in fp32 what it casts."
 KEPT_WHOLE = (
     "P or dS loses all behind its tenth bit. Where tl.dot takes it in fp32 (as TF32, by default), cast it to nearest, "
@@ -53,6 +53,7 @@ _OR_A_FAULT = (
     " So much may also be wrong mathematics (a part of a sum that is missing, a stale row) of which no pattern was "
     "recognised: where no cast to 8 bits is meant, look for that first."
 )
+_OR_BEYOND = " What they leave of the error is another way of rounding to these bits, or another fault."
 SUGGESTIONS: dict[Label, str] = {
     "nonfinite": (
         "Find the first row with NaN or Inf, and look there for a row that sees no key, an overflow of the format, or "
@@ -107,8 +108,9 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     lost, unexplained = lost_bits(wrong), [SYMBOLS[q.quantity] for q in wrong if not is_explained(q)]
     if lost is not None and unexplained:
         return f"{lost} That does not explain {together(unexplained)}: look there for another fault."
-    if lost is not None and not any(pattern.near for q in wrong for pattern in q.patterns[:1]):
-        return lost
+    near = [pattern for q in wrong for pattern in q.patterns[:1] if pattern.near]
+    if lost is not None and not any(pattern.kernel for pattern in near):
+        return lost + _OR_BEYOND if near else lost
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
         return (
             SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
