@@ -90,7 +90,7 @@ def _by_sums_in_fp32(
         usual: What O is held against otherwise: a recipe's outputs, which cast P, or those of factors in fp32.
     """
     head, truth, out = passed.truth.head, passed.truth.reference.out, seen.outputs.get("o")
-    if out is None or seen.formats["o"] != FP32 or len(head.q) * len(head.k) > MOST_SCORES:
+    if out is None or seen.formats["o"] != FP32 or len(head.q) * len(head.k) > MOST_SCORES or len(rows) < 2:
         return None
     error, casts = (out - truth)[rows], isinstance(passed.counterfactuals, Counterfactuals)
     of_usual = torch.zeros_like(truth) if usual is None or casts else usual["o"] - truth

@@ -148,7 +148,7 @@ def loops(keys: int, *, alpha_exact: bool) -> tuple[TiledLoop, ...]:
     of_kernels = ("once", *(() if alpha_exact else stored), "fp32")
     softmax += [(scores, scores != "fp32", "kernel") for scores in of_kernels] + [("fp32", True, "kernel")]
     tiles, flags = (*(tile for tile in _TILES if tile < keys), keys), (True, False)
-    found = [TiledLoop(tile, *of_p, *sums) for tile, of_p, *sums in product(tiles, softmax, flags, flags)]
+    found = [TiledLoop(tile, *of_p, row_sum, o) for tile, of_p, row_sum, o in product(tiles, softmax, flags, flags)]
     for tile in tiles:
         kernel = TiledLoop(tile, "fp32", False, "kernel", False, False)
         found.remove(kernel)  # a published one
