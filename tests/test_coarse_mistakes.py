@@ -193,6 +193,25 @@ def test_a_stale_key_is_wrong_where_all_rows_before_it_are_right(dtype: torch.dt
     assert "rows 0-36 are right; rows 37-95 are" in verdict.words
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_k", [4, 8], ids=["k in INT4", "k in INT8"])
+@pytest.mark.parametrize("kept", [20, 37])
+def test_a_cache_in_four_bits_whose_first_keys_are_in_16_is_not_wrong(
+    dtype: torch.dtype, of_k: int, kept: int
+) -> None:
+    """As of KVQuant or IntactKV: 'rows 0-19 are right; rows 20-95 are 6.7 % off' was no rounding's doing."""
+    generator = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(1, 1, ROWS, 64, generator=generator).to(dtype) for _ in range(3))
+    held = [x.clone() for x in (k, v)]
+    for x, bits in zip(held, (of_k, 4), strict=True):
+        step = x.float().abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        x[:, :, kept:] = ((x.float() / step).round() * step).to(dtype)[:, :, kept:]
+    scores = (q.float() @ held[0].float().mT / 8).masked_fill(torch.ones(ROWS, ROWS).triu(1) > 0, -torch.inf)
+    o = (scores.softmax(-1) @ held[1].float()).to(dtype)
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu").captures[0].observations[0].heads[0]
+    assert found.quantities[0].answer == "lossy"
+
+
 @pytest.mark.parametrize("tile", [16, 32])
 def test_sums_that_begin_behind_the_first_tile_are_no_wrong_mathematics(tile: int) -> None:
     """The first rows have a single tile, in which nothing is rounded; here they are cast to 8 bits between tiles."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head import cut_off
-from attn_diag.head.coarser import COARSEST, DRAWS, SITES, explains
+from attn_diag.head.coarser import BEYOND_ROW, COARSEST, DRAWS, ROWS, SITES, explains, of_later_keys
 from attn_diag.head.compared import Compared
 from attn_diag.head.counterfactual import ALTERNATIVES, CASTS, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import explained
@@ -167,13 +167,17 @@ def _beside_coarser(compared: Compared, chosen: QuantitySample) -> QuantitySampl
     errors, usual = (made[compared.rows] - truth for made in (compared.observed, compared.of(RECIPE)))
     limits, places, columns = _limits_and_marks(chosen, errors)
 
+    of_o = compared.quantity == "o"
+
     def explained(marked: Tensor) -> bool:
-        return bool(marked.any()) and any(
-            explains(
-                errors, usual, compared.expected, left_by(site), truth, marked, limits, of_o=compared.quantity == "o"
-            )
-            for site in SITES
+        return bool(marked.any()) and (
+            any(explains(errors, usual, compared.expected, left_by(one), truth, marked, limits, of_o=of_o) for one in SITES)
+            or later_keys(int(marked.any(1).nonzero()[0]))
         )
+
+    def later_keys(first: int) -> bool:
+        left = left_by(f"{BEYOND_ROW}{int(compared.rows[first])}") if of_o and first > ROWS else []
+        return bool(left) and of_later_keys(errors[first:], [one[first:] for one in left], truth[first:])
 
     return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
 

@@ -38,13 +38,18 @@ _SCORES = 2**22
 SITES = ("scores", "operands", "casts", "dprobs", "delta")
 # All of these, and every other intermediate in BF16.
 COARSEST = "coarsest"
+# k and v to 8 bits, of keys that no row before some one sees: "beyond:37".
+BEYOND_ROW = "beyond:"
 DRAWS = 2
 # Where so much of what a rounding makes stands out, nothing is a place. So many rows may be beyond it by chance: of an
 # error of L every row has a single draw.
 _MOST, FEW = 0.5, 0.05
 # Where the others are more than so many rows, and have so little of what the rounding would make of them, it made
 # nothing there; up to the error that it makes it may be that of some rows alone (a cache of the older keys).
-_ROWS, _NOTHING = 16, 1 / 256
+ROWS, _NOTHING = 16, 1 / 256
+# So many times as much as 8 bits make is made by as few as there are; one key's P differs from row to row by e twice
+# over and more, that of many does not.
+_FEWER_BITS, _EVEN = 8.0, 1.0
 # A row of which no more is left, as a cosine, is turned away from the truth.
 _TURNED = 0.5
 
@@ -55,7 +60,7 @@ def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None 
     Args:
         head: The head.
         input_format: bf16 or fp16.
-        name: One of ``SITES``, or ``COARSEST``.
+        name: One of ``SITES``, ``COARSEST``, or ``BEYOND_ROW`` and the number of a row.
         draw: Starts stochastic roundings; None: to nearest.
     """
     width, how = head.q.shape[1], "" if draw is None else ":stochastic"
@@ -63,6 +68,13 @@ def coarser(head: AttentionHead, input_format: str, name: str, draw: int | None 
     if name in ("operands", COARSEST):
         q, k, v = (round_to(x, parse(eight), seed + i) for i, x in enumerate((head.q, head.k, head.v)))
         head = replace(head, q=q, k=k, v=v, do=None if head.do is None else round_to(head.do, parse(eight), seed + 3))
+    if name.startswith(BEYOND_ROW):
+        before = torch.arange(int(name.removeprefix(BEYOND_ROW)), device=head.q.device)
+        seen = head.q.new_zeros(len(before), len(head.k))
+        head.apply_mask(seen, before, slice(0, len(head.k)))
+        kept = (seen > -torch.inf).any(0)[:, None]
+        k, v = (torch.where(kept, x, round_to(x, parse(eight), seed + i)) for i, x in enumerate((head.k, head.v)))
+        head = replace(head, k=k, v=v)
     recipe = preset("qiu2025" if name == COARSEST else "fa2", "bf16" if name == COARSEST else input_format, width)
     if name in ("casts", COARSEST):
         recipe = replace(recipe, probs=eight, backward_probs=eight, dscores=eight)
@@ -132,7 +144,7 @@ def explains(
     if (
         of_o
         and size > makes
-        and int(right.sum()) > _ROWS
+        and int(right.sum()) > ROWS
         and excess[right].sum() / size < _NOTHING * relative[right].sum() / makes
     ):
         return False
@@ -143,6 +155,33 @@ def explains(
     noise = torch.maximum(others, expected) + size / makes * variance
     beyond = squares.sum(1) > limits.square() * noise.sum(1)
     return float(beyond.double().mean()) <= FEW
+
+
+def of_later_keys(errors: Tensor, left: Sequence[Tensor], truth: Tensor) -> bool:
+    """Whether rounding of the keys that earlier rows do not see makes an error: a cache whose first keys are in 16 bits.
+
+    It may have fewer than 8 bits. Its rows are off as that makes them, more evenly than in proportion to what is true or
+    all alike, as other faults are; those of a single key are off very unevenly.
+
+    Args:
+        errors: Signed errors of the rows from there on, [n, D].
+        left: The errors that rounding of these keys to 8 bits leaves, draw by draw, each [n, D].
+        truth: What is true, [n, D].
+    """
+    squares, variance = errors.square().sum(1), torch.stack([draw.square() for draw in left]).mean(0).sum(1)
+    made = variance > 0
+    if not bool(made.any()) or squares.sum() > _FEWER_BITS**2 * variance.sum():
+        return False
+    squares, like_truth = squares[made].clamp(min=1e-300), truth[made].square().sum(1).clamp(min=1e-300)
+    # In units of what rounding makes, of what is true, and as it is.
+    uneven, *others = (_spread(x.log()) for x in (squares / variance[made], squares / like_truth, squares))
+    return uneven < min(_EVEN, *others)
+
+
+def _spread(x: Tensor) -> float:
+    """Half of what lies between the quartiles."""
+    low, high = x.double().quantile(x.new_tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+    return float(high - low) / 2
 
 
 def _turned(errors: Tensor, truth: Tensor) -> float:
