@@ -265,6 +265,53 @@ def test_a_cache_that_grows_is_no_fault(filled: int, stale: float, tmp_path: Pat
     assert not accused(capture)
 
 
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_a_ring_in_which_tokens_are_alike_is_no_fault(all_rows: bool, tmp_path: Path) -> None:
+    """A first layer's v is that of its token alone: where a slot gets the token that it had, k alone is another."""
+    make = torch.Generator().manual_seed(4)
+    q, k, v, new_k, new_v = (torch.randn(1, 2, 24, 8, generator=make).bfloat16() for _ in range(5))
+    slots = slice(0, 24) if all_rows else slice(6, 14)
+    new_v[:, :, 8:12] = v[:, :, 8:12]
+
+    @attn_diag.observe(causal="none")
+    def with_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for cache, own in ((k, new_k), (v, new_v)):
+            cache[:, :, slots] = own[:, :, slots]
+        return ((q.float() @ k.float().mT * 8**-0.5).softmax(-1) @ v.float()).to(q.dtype)
+
+    found: list[attn_diag.Finding] = []
+    with attn_diag.capture(None, tmp_path) as recorder, attn_diag.break_if(wrong=True, hook=found.append):
+        with_ring(q, k, v)
+    assert not found
+    (path,) = recorder.written
+    assert "keys there itself, as into a cache" in (load(path).metadata.notes or "")
+
+
+@pytest.mark.parametrize("how", ["resized", "set"])
+def test_what_lets_go_of_its_inputs_is_captured(how: str, tmp_path: Path) -> None:
+    """To look at memory that is gone ended the process."""
+    make = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 24, 8, generator=make).bfloat16() for _ in range(3))
+    given = k.clone()
+
+    @attn_diag.observe(causal="bottom-right")
+    def lets_go(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = plain(q, k, v)
+        for x in (k, v):
+            if how == "set":
+                x.set_(torch.zeros(1, dtype=x.dtype))  # type: ignore[call-overload]
+            else:
+                x.untyped_storage().resize_(0)
+        return o
+
+    with attn_diag.capture(None, tmp_path) as recorder:
+        lets_go(q, k, v)
+    (path,) = recorder.written
+    assert torch.equal((capture := load(path)).tensors["k"][...], given)
+    assert capture.metadata.notes is None
+    assert not accused(capture)
+
+
 def test_a_breakpoint_tells_of_do_and_not_of_o_in_q(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[attn_diag.Finding] = []
     monkeypatch.setitem(NOW, "kernel", writes_into_do)

@@ -37,6 +37,10 @@ class Lent:
         self._held[name] = held, lent
         return lent
 
+    def forget(self, name: str) -> None:
+        """Look at a tensor no more."""
+        self._held.pop(name, None)
+
     def look(self, *, backward: bool = False) -> None:
         """Note what holds other bits now (a NaN that was there is none); after a backward, what did not before it."""
         for name, (held, lent) in self._held.items():

@@ -92,6 +92,15 @@ class Held:
             self._lent.look()
         return self._lent.written
 
+    def without_freed(self, given: Given) -> Given:
+        """Arguments, with copies of those whose memory the call has let go of, which are not looked at."""
+        freed = [name for name, (own, copy, _) in self._of.items() if own.shape != copy.shape or _is_freed(own)]
+        copies = self.as_given(freed)
+        for name in freed:
+            del self._of[name]
+            self._lent.forget(name)
+        return {**given, **copies} if freed else given
+
     @property
     def overwritten(self) -> bool:
         """Whether any is; of a device's what torch knows, as nobody waits for that."""
@@ -144,6 +153,15 @@ def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def _is_freed(t: Tensor) -> bool:
+    """Whether its storage is smaller than it is (``untyped_storage().resize_(0)``): to read it ends the process."""
+    last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    try:
+        return t.numel() > 0 and t.untyped_storage().nbytes() < (last + 1) * t.element_size()
+    except NotImplementedError:  # torch.func's tensors show none
+        return False
+
+
 def _on_device(given: Given, names: Iterable[str]) -> bool:
     return any(isinstance(t := given.get(name), Tensor) and t.device.type != "cpu" for name in names)
 
@@ -168,6 +186,7 @@ def as_given(read: Callable[[Given], Fields | None], given: Given, held: Held, f
         Its fields; of what it has written into as it was given, with a note, and ``written`` where that is still its
         caller's. Refused where O is the attention of what it left there.
     """
+    given = held.without_freed(given)
     found = read(given)
     if found is None or not (held.lent or held):
         return found
@@ -185,7 +204,8 @@ def as_given(read: Callable[[Given], Fields | None], given: Given, held: Held, f
     words = f"{_name(function)} {written_words(written).removeprefix('it ')}"
     left, was = _Reading.of(found), _Reading.of(before)
     rows = [_rows(found[name], before[name]) for name in _CACHE] if changed == {*_CACHE} else []
-    if rows and torch.equal(*rows) and _is_cache(rows[0], left, was):
+    # Of two tokens that are alike v may be the same, k is turned by its place.
+    if rows and not bool((rows[1] & ~rows[0]).any()) and _is_cache(rows[0], left, was):
         count = int(rows[0].any(0).sum())
         return found | {"notes": [f"the call has put {count} of k's and v's keys there itself, as into a cache"]}
     o_there = any(held.is_o(name, found["o"]) for name in written)
