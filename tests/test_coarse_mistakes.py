@@ -196,9 +196,7 @@ def test_a_stale_key_is_wrong_where_all_rows_before_it_are_right(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_k", [4, 8], ids=["k in INT4", "k in INT8"])
 @pytest.mark.parametrize("kept", [20, 37])
-def test_a_cache_in_four_bits_whose_first_keys_are_in_16_is_not_wrong(
-    dtype: torch.dtype, of_k: int, kept: int
-) -> None:
+def test_a_cache_in_four_bits_whose_first_keys_are_in_16_is_not_wrong(dtype: torch.dtype, of_k: int, kept: int) -> None:
     """As of KVQuant or IntactKV: 'rows 0-19 are right; rows 20-95 are 6.7 % off' was no rounding's doing."""
     generator = torch.Generator().manual_seed(9)
     q, k, v = (torch.randn(1, 1, ROWS, 64, generator=generator).to(dtype) for _ in range(3))

@@ -126,6 +126,16 @@ def test_what_a_kernel_keeps_in_16_bits_is_named(dtype: torch.dtype, coarse: tup
         assert head["o"].site == (said and f"{said} in {fmt}")
 
 
+@pytest.mark.parametrize("coarse", [("O",), ("last l",), ("1 / l",)])
+def test_identify_accuses_no_rows_of_a_kernel_that_rounds_once_a_tile(coarse: tuple[str, ...]) -> None:
+    """'rounds otherwise in rows 77-127, too many in one place to be chance', against a recipe that rounds twice."""
+    q, k, v, _ = inputs(torch.bfloat16, 80, t=128)
+    found = attn_diag.identify(q, k, v, o=of_kernel(q, k, v, *coarse, causal=True, tile=64), causal=True, device="cpu")
+    assert (found.outcome, found.flaw) == ("unknown", None)
+    said = {"O": "O's accumulator", "last l": "row sum", "1 / l": "1 / row sum"}[coarse[0]]
+    assert any(f"64-key tiles, ascending, with {said} in BF16" in note for note in found.notes)
+
+
 def test_another_heads_error_is_not() -> None:
     q, k, v, _ = inputs(torch.bfloat16, 6)
     o, _ = loop(q, k, v, wide_scores=True, wide_max=True, wide_sum=True, wide_out=False)

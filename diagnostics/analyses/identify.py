@@ -112,7 +112,7 @@ def _identified(
     place = capture, name, batch, index
     found = None if rows is not None else _by_own_kernel(place, where)
     if found is None:
-        found = identify_head(*place, where, rows=rows, step=steps)
+        found = identify_head(*place, where, rows=rows, step=steps, loops=True)
     if found is None:
         raise InputError(f"{capture.source}: {why_not_compared(capture, name)}")
     result = _Report(capture, name, batch, index, found, where).result()

@@ -171,7 +171,10 @@ def _beside_coarser(compared: Compared, chosen: QuantitySample) -> QuantitySampl
 
     def explained(marked: Tensor) -> bool:
         return bool(marked.any()) and (
-            any(explains(errors, usual, compared.expected, left_by(one), truth, marked, limits, of_o=of_o) for one in SITES)
+            any(
+                explains(errors, usual, compared.expected, left_by(one), truth, marked, limits, of_o=of_o)
+                for one in SITES
+            )
             or later_keys(int(marked.any(1).nonzero()[0]))
         )
 

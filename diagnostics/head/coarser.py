@@ -158,10 +158,10 @@ def explains(
 
 
 def of_later_keys(errors: Tensor, left: Sequence[Tensor], truth: Tensor) -> bool:
-    """Whether rounding of the keys that earlier rows do not see makes an error: a cache whose first keys are in 16 bits.
+    """Whether rounding of the keys that earlier rows do not see makes an error: a cache whose first ones are kept.
 
-    It may have fewer than 8 bits. Its rows are off as that makes them, more evenly than in proportion to what is true or
-    all alike, as other faults are; those of a single key are off very unevenly.
+    It may have fewer than 8 bits. Its rows are off as that makes them, more evenly than in proportion to what is true
+    or all alike, as other faults are; those of a single key are off very unevenly.
 
     Args:
         errors: Signed errors of the rows from there on, [n, D].
