@@ -132,3 +132,24 @@ def test_one_scale_of_all_heads_is_told_of_those_that_do_not_have_its_number(hig
     (verdict,) = heads[1].quantities
     bits = 8 if highest == 127 else 4
     assert f"k and v held in INT{bits} (a scale for all heads) give, and but for that as good" in verdict.words
+
+
+@pytest.mark.parametrize("seed", [7, 9])
+def test_codes_above_the_lowest_number_are_not_said_to_have_scales_of_16_bits(seed: int) -> None:
+    """KIVI's round((x - low) / s) breaks ties otherwise: an FP16 scale left less by chance, and was told."""
+
+    def held(x: Tensor, dim: int) -> Tensor:
+        low, high = x.float().amin(dim, keepdim=True), x.float().amax(dim, keepdim=True)
+        scale = (high - low) / 15
+        return ((x.float() - low) / scale).round() * scale + low
+
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 96, 32, generator=generator).bfloat16() for _ in range(3))
+    later = torch.ones(96, 96, dtype=torch.bool).triu(1)
+    scores = (q.float() @ held(k, 2).mT * 32**-0.5).masked_fill(later, -torch.inf)
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = ((probs.bfloat16().float() @ held(v, 3)) / probs.sum(-1, keepdim=True)).bfloat16()
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
+    said = str([head.quantities for head in found.captures[0].observations[0].heads])
+    assert "k held in INT4 (a scale for a feature and a zero point" in said
+    assert "16 scale" not in said

@@ -162,7 +162,7 @@ class _Search:
                     replace(one, by=quantizer(one.by, values=values, arithmetic=arithmetic))
                     for values, arithmetic in product(dict.fromkeys((one.by.values, widened)), arithmetics_of(one.by))
                 ])  # fmt: skip
-        self._with_scales_of_16_bits(found)
+        self._with_scales_of_16_bits(found, noise)
         if found.pop(PROBS, None) is not None:
             if not (ways := self._nearest_casts(found, noise)):
                 return self.run(noise, widened, any_scale=any_scale, probs=False)
@@ -192,10 +192,11 @@ class _Search:
             tried, step = [best], step / _FINER
         return best
 
-    def _with_scales_of_16_bits(self, found: dict[str, LowBitFormat | CastProbs]) -> None:
+    def _with_scales_of_16_bits(self, found: dict[str, LowBitFormat | CastProbs], noise: float) -> None:
         """Give those found that are integers scales of 16 bits where that leaves clearly less: all alike, then each.
 
-        Which way of coding them leaves least is no claim of its own.
+        Which way of coding them leaves least is no claim of its own; with a zero point there are others (KIVI's), and
+        one that leaves something may be nearer by chance.
         """
         ways = {name: in_16_bits(one) for name, one in found.items() if isinstance(one, LowBitFormat)}
         ways = {name: some for name, some in ways.items() if some}
@@ -203,7 +204,9 @@ class _Search:
         for several in (together, *([{name: one} for one in some] for name, some in ways.items())):
             left = [self.left({**found, **one}) for one in several]
             known = all(found[name] in ways[name] for one in several for name in one)
-            if left and (1.0 if known else _SAME) * min(left) < self.left(found):
+            symmetric = all(fmt.by.symmetric for one in several for fmt in one.values())
+            less = left and (1.0 if known else _SAME) * min(left) < self.left(found)
+            if less and (symmetric or min(left) <= _SAME * noise):
                 found |= several[left.index(min(left))]
 
     def _nearest_casts(self, found: Held, noise: float) -> list[CastProbs]:
