@@ -149,7 +149,7 @@ def test_codes_above_the_lowest_number_are_not_said_to_have_scales_of_16_bits(se
     scores = (q.float() @ held(k, 2).mT * 32**-0.5).masked_fill(later, -torch.inf)
     probs = (scores - scores.amax(-1, keepdim=True)).exp()
     o = ((probs.bfloat16().float() @ held(v, 3)) / probs.sum(-1, keepdim=True)).bfloat16()
-    found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
+    found = inspect(q, k, v, o=o, causal=True, device="cpu")
     said = str([head.quantities for head in found.captures[0].observations[0].heads])
     assert "k held in INT4 (a scale for a feature and a zero point" in said
     assert "16 scale" not in said
