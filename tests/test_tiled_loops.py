@@ -137,14 +137,13 @@ def test_identify_accuses_no_rows_of_a_kernel_that_rounds_once_a_tile(coarse: tu
 
 
 def test_an_undecided_head_whose_rounding_is_known_is_told_what_to_do() -> None:
-    """The advice was to capture more rows, whatever the bits show."""
     q, k, v, _ = inputs(torch.bfloat16, 0, t=512)
     o = of_kernel(q, k, v, "1 / l", causal=True, tile=128)
     found = attn_diag.inspect(q, k, v, o=o, causal=True, device="cpu")
     for verdict in (one.verdict for one in found.captures[0].observations[0].heads if one.head is not None):
         assert verdict is not None
         assert verdict.labels == ("undecided",)
-        assert verdict.suggestions[0].startswith("The rounding is known from O's bits")
+        assert verdict.suggestions[0].startswith("The rounding is known, and named with the head")
 
 
 def test_another_heads_error_is_not() -> None:

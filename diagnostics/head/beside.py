@@ -180,7 +180,8 @@ def _beside_coarser(compared: Compared, chosen: QuantitySample) -> QuantitySampl
 
     def later_keys(first: int) -> bool:
         left = left_by(f"{BEYOND_ROW}{int(compared.rows[first])}") if of_o and first > ROWS else []
-        return bool(left) and of_later_keys(errors[first:], [one[first:] for one in left], truth[first:])
+        behind = [one[first:] for one in left]
+        return bool(left) and of_later_keys(errors[first:], usual[first:], behind, truth[first:])
 
     return replace(chosen, rounding=explained(places), features_rounding=explained(columns))
 

@@ -50,6 +50,8 @@ ROWS, _NOTHING = 16, 1 / 256
 # So many times as much as 8 bits make is made by as few as there are; one key's P differs from row to row by e twice
 # over and more, that of many does not.
 _FEWER_BITS, _EVEN = 8.0, 1.0
+# So many rows at least are so many times, squared, as far off as a well-rounded kernel's.
+_MOST_ROWS, _CLEARLY = 0.75, 4.0
 # A row of which no more is left, as a cosine, is turned away from the truth.
 _TURNED = 0.5
 
@@ -157,7 +159,7 @@ def explains(
     return float(beyond.double().mean()) <= FEW
 
 
-def of_later_keys(errors: Tensor, left: Sequence[Tensor], truth: Tensor) -> bool:
+def of_later_keys(errors: Tensor, usual: Tensor, left: Sequence[Tensor], truth: Tensor) -> bool:
     """Whether rounding of the keys that earlier rows do not see makes an error: a cache whose first ones are kept.
 
     It may have fewer than 8 bits. Its rows are off as that makes them, more evenly than in proportion to what is true
@@ -165,12 +167,15 @@ def of_later_keys(errors: Tensor, left: Sequence[Tensor], truth: Tensor) -> bool
 
     Args:
         errors: Signed errors of the rows from there on, [n, D].
+        usual: A well-rounded kernel's, [n, D]: where few rows are beyond them, something is wrong in these.
         left: The errors that rounding of these keys to 8 bits leaves, draw by draw, each [n, D].
         truth: What is true, [n, D].
     """
     squares, variance = errors.square().sum(1), torch.stack([draw.square() for draw in left]).mean(0).sum(1)
     made = variance > 0
     if not bool(made.any()) or squares.sum() > _FEWER_BITS**2 * variance.sum():
+        return False
+    if (squares > _CLEARLY * usual.square().sum(1)).double().mean() < _MOST_ROWS:
         return False
     squares, like_truth = squares[made].clamp(min=1e-300), truth[made].square().sum(1).clamp(min=1e-300)
     # In units of what rounding makes, of what is true, and as it is.

@@ -45,7 +45,6 @@ MEAN_OF_OPERANDS = (
     "Bits that q, k, v, P̄ or O lost make a mean error of O as well: test it again without that loss, or declared."
 )
 _OF_RECIPE = "The rounding is known from O's bits, and named with the head: keep in fp32 what is rounded there."
-_HOW_MUCH = "More rows would tell how much it costs: more than 1.25 times a well-rounded kernel's error, or less."
 # E4M3 leaves 4 to 11 times (P) and 12 to 26 times (all operands too) a well-rounded BF16 kernel's error at 256 keys.
 _LIKE_A_FAULT = 30.0
 # INT8 q and k leave 4 to 6 times, in SageAttention 1.
@@ -102,12 +101,6 @@ def of_lossy(lossy: Sequence[QuantityVerdict]) -> str:
     low = known is None and any(q.quantity == "o" and (q.factor or 0.0) > _LIKE_8_BITS for q in lossy if not q.declared)
     declared = _OR_DECLARED if low else ""
     return f"{known or SUGGESTIONS['lossy']}{_OR_A_FAULT if largest > _LIKE_A_FAULT else ''}{declared}"
-
-
-def of_undecided(undecided: Sequence[QuantityVerdict]) -> str | None:
-    """What to do about quantities that are undecided, if their rounding is known; None: it is not."""
-    known = _known_rounding(undecided) if undecided else None
-    return known and f"{known} {_HOW_MUCH}"
 
 
 def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:

@@ -14,7 +14,6 @@ from attn_diag.analyses.verdicts.advice import (
     WITHOUT_O,
     lost_bits,
     of_lossy,
-    of_undecided,
     of_wrong,
 )  # fmt: skip
 from attn_diag.analyses.verdicts.means import REFERENCE_BELOW, beyond_reference, excuse, leans_on_few, rejects
@@ -148,7 +147,7 @@ def judge(
     evidence: Literal["none", "seen", "significant"] = "significant" if "biased" in unique else seen
     unseen = all(getattr(bias, name) is None for name in PRIMARY) and bit_identical is None
     suggestions = SUGGESTIONS | ({"undecided": WITHOUT_O} if unseen else {})
-    if labels.count("undecided") == 1 and (known := of_undecided(answers["undecided"]) or kept_open(quantities)):
+    if labels.count("undecided") == 1 and (known := kept_open(quantities)):
         suggestions["undecided"] = known
     suggestions["lossy"] = of_lossy(answers["lossy"])
     if (lost := lost_bits(answers["lossy"] or answers["undecided"])) is not None:
