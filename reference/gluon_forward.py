@@ -22,6 +22,7 @@ from attn_diag.reference.gluon_tiles import (
     left_operand,
     mixed,
     mma,
+    query_rows,
     right_operand,
     row_products,
     shared_pairs,
@@ -78,15 +79,10 @@ def forward_kernel(
     M: gl.constexpr = G.block_m
     N: gl.constexpr = G.block_n
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    block, h = first_block + step * gl.program_id(1), gl.program_id(0)
+    h, at, here, row, plane, position = query_rows(positions_ptr, q_length, first_block, step, G)
     owner = gl.load(owners_ptr + h).to(gl.int64)
     k_ptr += owner * k_length * width
     v_ptr += owner * k_length * value_width
-    at = block * M + gl.arange(0, M, layout=OWN)
-    here = at < q_length
-    row = h.to(gl.int64) * q_length + at
-    plane = gl.num_programs(0).to(gl.int64) * q_length
-    position = gl.load(positions_ptr + at, mask=here, other=0)
     view = (q_length, k_length, left, right)
     begin, end = visible_tiles(position, here, view, G)
     first_common, end_common = common_keys(position, here, view, G)

@@ -23,6 +23,7 @@ from attn_diag.reference.gluon_tiles import (
     left_operand,
     mma,
     narrow_tile,
+    query_rows,
     right_operand,
     row_products,
     shared_pairs,
@@ -62,15 +63,10 @@ def rows_kernel(
     M: gl.constexpr = G.block_m
     D: gl.constexpr = G.block_d
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    block, h = first_block + step * gl.program_id(1), gl.program_id(0)
+    h, at, here, row, plane, position = query_rows(positions_ptr, q_length, first_block, step, G)
     owner = gl.load(owners_ptr + h).to(gl.int64)
     k_ptr += owner * k_length * width
     v_ptr += owner * k_length * value_width
-    at = block * G.block_m + gl.arange(0, G.block_m, layout=OWN)
-    here = at < q_length
-    row = h.to(gl.int64) * q_length + at
-    plane = gl.num_programs(0).to(gl.int64) * q_length
-    position = gl.load(positions_ptr + at, mask=here, other=0)
     m = gl.load(m_ptr + row, mask=here, other=float("inf"))
     delta = gl.load(delta_ptr + row, mask=here, other=0.0)
     alpha = gl.load(numbers)

@@ -102,6 +102,19 @@ def appended(several, one):
 
 
 @gluon.jit
+def query_rows(positions_ptr, q_length, first_block, step, G: gl.constexpr):
+    """A program's head; of its query rows, [M], their numbers, which of them there are, their places in [H, Tq], how
+    many of these there are, and their positions."""
+    M: gl.constexpr = G.block_m
+    block, h = first_block + step * gl.program_id(1), gl.program_id(0)
+    at = block * M + gl.arange(0, M, layout=gl.SliceLayout(1, mma(G)))
+    here = at < q_length
+    row = h.to(gl.int64) * q_length + at
+    plane = gl.num_programs(0).to(gl.int64) * q_length
+    return h, at, here, row, plane, gl.load(positions_ptr + at, mask=here, other=0)
+
+
+@gluon.jit
 def keep_pairs(kept, ptr, at, count, width, BLOCK: gl.constexpr, G: gl.constexpr):
     """The pairs of rows ``at`` into ``kept`` [BLOCK / 16, M, 8]."""
     LAYOUT: gl.constexpr = _pairs_of_left(G)

@@ -5,7 +5,8 @@ last one's. Without, the forward takes 3 to 9 % less time (H200).
 
     x = n ln 2 + r, |r| <= ln 2 / 2      e^r = 1 + r + r^2 (c_0 + c_1 r + ... + c_9 r^9)      e^x = 2^n e^r
 
-2^n is applied in two steps, so that what is subnormal is rounded once. The largest error seen is 0.85 ulp.
+2^n is applied in two steps, so that what is subnormal is rounded once. The largest error seen is 0.84 ulp (50,000
+numbers, each operation rounded from 50 digits and more; a test allows less than 1 on a GPU).
 """
 
 from __future__ import annotations
