@@ -16,6 +16,7 @@ from attn_diag.head import cut_off
 from attn_diag.head.counterfactual import BACKWARD, FROM_CAST_P, RECIPE, Counterfactuals
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.from_lse import unpublished
+from attn_diag.head.low_sums import low_sum_ways
 from attn_diag.head.quality import AS_GOOD, Directions, QuantitySample, sample
 from attn_diag.reference import FloatFormat, round_nearest_even, ulp
 from attn_diag.statistics.ratios import Carriers
@@ -60,6 +61,11 @@ class Compared:
         return unpublished(self.kernels[0].head, self.kernels[0].fmt, self.quantity)
 
     @cached_property
+    def late_ways(self) -> tuple[str, ...]:
+        """Those that take long, asked where none of ``ways`` explains the error."""
+        return low_sum_ways(self.kernels[0].head, self.kernels[0].fmt)
+
+    @cached_property
     def few_scores(self) -> bool:
         """Whether there are so few scores that heads are run again for what stands out."""
         return max(kernel.scores for kernel in self.kernels) <= MOST_SCORES
@@ -83,7 +89,8 @@ class Compared:
         """What kernels return that round so, [T, D]; see ``run_counterfactual``."""
         found = self.total([kernel.outputs(recipe, tensor_core=tensor_core) for kernel in self.kernels])
         # Plain torch casts the sum over the query heads of a key head.
-        return round_nearest_even(found, self.fmt) if len(self.kernels) > 1 and recipe in self.ways else found
+        shared = len(self.kernels) > 1 and recipe in (*self.ways, *self.late_ways)
+        return round_nearest_even(found, self.fmt) if shared else found
 
     def against(self, made: Tensor) -> QuantitySample:
         """The quantity beside a tensor that a kernel returned."""

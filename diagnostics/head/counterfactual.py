@@ -77,8 +77,8 @@ def run_counterfactual(
         fmt: The inputs' format, one of ``FORMATS``.
         stored: The formats in which the kernel under test returned o, dq, dk and dv; the inputs' for others.
         recipe: Which published recipe, one of ``FROM_CAST_P``, of ``unfused.ways``, of ``FROM_LSE`` (both also
-            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``CUT_OFF``, ``ROUNDED_DROPOUT``, ``SUMMED`` or
-            ``SINK_FIRST``.
+            ``FUSED``), of ``coarser``'s, ``CASTS``, ``BACKWARD``, ``CUT_OFF``, ``ROUNDED_DROPOUT``, ``SUMMED``, of
+            ``LOW_SUMS`` or ``SINK_FIRST``.
         tensor_core: Whether sums are truncated as NVIDIA's tensor cores do it, which takes fifty times as long.
         draw: See ``coarser``.
         key_gradients: Whether dK and dV are wanted.

@@ -19,6 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from attn_diag.head.key_by_key import summed, summed_ways
+from attn_diag.head.low_sums import LOW_SUMS, low_sum_ways, low_summed
 from attn_diag.head.unfused import FUSED, distinct, forwards, unfused, ways
 from attn_diag.head.unfused_scores import finite, scaled, steps_of
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
@@ -57,13 +58,15 @@ def made_by(head: AttentionHead, fmt: FloatFormat, way: str, out: FloatFormat) -
     Args:
         head: The head.
         fmt: The inputs' format.
-        way: One of ``unfused.ways`` or of ``FROM_LSE``, also with ``FUSED`` behind it, or ``SUMMED``.
+        way: One of ``unfused.ways`` or of ``FROM_LSE``, also with ``FUSED`` behind it, ``SUMMED`` or of ``LOW_SUMS``.
         out: The format in which O is stored.
     """
     if (alone := way.removesuffix(FUSED)) in ways(head):
         return unfused(head, fmt, way, out=out)
     if alone in backwards_from_lse(head):
         return from_lse(head, fmt, way)
+    if way in LOW_SUMS:
+        return low_summed(head, fmt, way) if way in low_sum_ways(head, fmt) else None
     return summed(head, fmt, out) if way in summed_ways(head) else None
 
 

@@ -11,7 +11,8 @@
                                       additive mask or slopes: cast(S + B) behind that, or cast(alpha q kT + B)
     P  = cast(softmax(S))             normalised before its cast, so that a row of the cast P does not sum to 1; or
                                       each step cast, e = cast(exp(cast(S - m))), cast(e / l) of l = cast(rowsum(e)),
-                                      as in JAX; under jax.jit in BF16 of l = rowsum(e)
+                                      as in JAX; under jax.jit in BF16 of l = rowsum(e); or but S - m, and
+                                      l = cast(rowsum(exp(S - m))), as in tinygrad in FP16
     O  = cast(P V)
     dP = cast(dO VT), dV = cast(PT dO)        dropout: cast(W o P) for this P, cast(W o dP) for dP; under
                                               autocast cast(W o softmax(S)), and W o dP uncast
@@ -19,7 +20,8 @@
                                               or with exp(cast(S) - L) of the S that torch.compile saves on a GPU
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
-                                              or each step cast, cast(g - cast(P o cast(rowsum(g)))), or by hand,
+                                              or each step cast, cast(g - cast(P o cast(rowsum(g)))), where the sum may be cast
+                                      key by key (MLX on a CPU), or by hand,
                                               cast(P o cast(dP - cast(rowsum(g))))
                                               or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
                                               l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
@@ -43,6 +45,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.head.key_by_key import SUMMED
+from attn_diag.head.low_sums import LOW_SUMS
 from attn_diag.head.unfused_scores import COMPILED, LOW_ALPHA, finite, scaled, steps_of, times_alpha
 from attn_diag.reference import AttentionHead, FloatFormat, round_nearest_even
 from attn_diag.reference.masking import adds
@@ -70,6 +73,8 @@ UNFUSED = (
     "unfused:compiled:fp32",
     "unfused:compiled:saved",
     "unfused:q:products",
+    "unfused:q:keys",
+    "unfused:summed:powers",
     "unfused:scores:steps",
     "unfused:q:steps",
     "unfused:scores:by-hand",
@@ -82,6 +87,9 @@ WORDS = {
     "saved": "the backward makes P of scores rounded to the inputs' format, and the forward does not, as in eager "
     "attention with a mask under torch.compile",
     "products": "S, P and P o dP are stored in the inputs' format, as in MLX",
+    "keys": "S, P and P o dP are stored in the inputs' format, and a row's sum of P o dP is rounded to it after every "
+    "key, as in MLX on a CPU",
+    "powers": "S, exp(S - m), its row sum and P are stored in the inputs' format, as in tinygrad",
     "steps": "every step of softmax is stored in the inputs' format, as JAX's softmax of 16 bits does it",
     "derived": "every step of softmax and of its gradient is stored in the inputs' format, as JAX's softmax of 16 bits "
     "does it",
@@ -89,6 +97,10 @@ WORDS = {
     "low": "alpha, and every step of softmax and of its gradient, is rounded to the inputs' format, as in Flax",
     "dropout": "S, P and 1 / (1 - p) of dropout are rounded to the inputs' format, as in plain torch on a CPU",
     "dropout_factor": "1 / (1 - p) of dropout is rounded to the inputs' format, as in torch's memory-efficient kernel",
+    "low-sums": "every product of two numbers, and the sum after each, is rounded to the inputs' format, as in matrix "
+    "products of FP16 in TensorFlow on a CPU",
+    "low-products": "every product of two numbers is rounded to the inputs' format before it is added, and each step "
+    "of softmax, as in tinygrad in BF16",
     "summed": "O is kept in the inputs' format between one key and the next, as in ggml's kernel of few rows on a CPU",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
     "scores": "S is rounded to the inputs' format",
@@ -125,6 +137,9 @@ _OF_BIASED = (
 # Where alpha is no power of two: cast dS once, or alpha too, or divide by its cast inverse (Flax).
 _OF_ALPHA = (
     "unfused:fp32:scaled",
+    "unfused:low:fp32",
+    "unfused:low:products",
+    "unfused:low:keys",
     "unfused:low:derived",
     "unfused:low:jitted",
     "unfused:divided:derived",
@@ -138,7 +153,9 @@ _OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
 # Of a softcap: compiled for a CPU.
 _OF_CAPPED = ("unfused:capped:cast", "unfused:capped:fp32")
 # Ways whose softmax stores each step.
-_STEPS = ("steps", "by-hand", "derived", "jitted")
+_STEPS = ("steps", "by-hand", "derived", "jitted", "powers")
+# Those whose g is stored, and what is made of it.
+_STORED_PRODUCTS = ("products", "keys", "steps")
 # Behind a way: a fused kernel that stores the same scores.
 FUSED = ":fused"
 _FROM_LSE = "from-l:"
@@ -184,7 +201,8 @@ def forwards(head: AttentionHead) -> tuple[str, ...]:
 
     def same(way: str) -> tuple[str, ...]:
         _, alpha_in, probs_of, *more = way.split(":")
-        return alpha_in, "" if probs_of not in _STEPS else "steps" if probs_of != "jitted" else probs_of, *more
+        own = probs_of in ("jitted", "powers")
+        return alpha_in, "" if probs_of not in _STEPS else probs_of if own else "steps", *more
 
     return _firsts(ways(head), same)
 
@@ -198,18 +216,18 @@ def _firsts(of: Sequence[str], kind: Callable[[str], object]) -> tuple[str, ...]
 
 
 def named(way: str) -> str:
-    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s, of ``ROUNDED_DROPOUT`` or of ``SUMMED``."""
+    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s, ``ROUNDED_DROPOUT``, ``SUMMED``, ``LOW_SUMS``."""
     if way.startswith(_FROM_LSE):
         alone = way.startswith(("from-l:fused", "from-l:stored:fp32", "from-l:shifted"))
         return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"
     if way == ROUNDED_DROPOUT:
         return "dropout_factor"
-    if way == SUMMED:
-        return "summed"
+    if way in (SUMMED, *LOW_SUMS):
+        return "summed" if way == SUMMED else way
     if way.endswith(_ROUNDED):
         return "dropout"
     way = way.removesuffix(_WIDE)
-    if way.endswith((":products", ":steps", ":by-hand", ":saved")):
+    if way.endswith((":products", ":keys", ":powers", ":steps", ":by-hand", ":saved")):
         return "steps" if way.endswith(":by-hand") else way.rpartition(":")[2]
     if way.split(":")[1] in LOW_ALPHA:
         return "alpha" if way.endswith(":fp32") else "low"
@@ -254,7 +272,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str, *, out: FloatFormat
     stored = steps.scores(alpha_in, biased=_BIASED in way)
     scores, capped, sink, lse, wide_scores = stored.scores, stored.capped, stored.sink, stored.lse, stored.wide_scores
     if probs_of in _STEPS:
-        powers, row_sum = _in_steps(scores, sink, cast)
+        powers, row_sum = _in_steps(scores, sink, cast, alone=probs_of == "powers")
         low_sum = cast(row_sum)
         row_sum = row_sum if probs_of == "jitted" else low_sum
         wide = cast(powers / row_sum)
@@ -278,17 +296,20 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str, *, out: FloatFormat
     weights = wide if probs_of in ("fp32", "uncast", "scaled") else probs
     if probs_of == "saved":
         weights = (cast(scores) - finite(lse)[:, None]).exp()
-    in_steps = probs_of in ("cuda", "products", "steps", "by-hand")
+    in_steps = probs_of in ("cuda", "by-hand", *_STORED_PRODUCTS)
     products = cast(weights * dprobs) if in_steps else weights * dprobs
     delta = products.sum(1)
     if probs_of in ("derived", "jitted"):
         inverse = cast(1 / cast(low_sum * low_sum))
         delta = cast(cast(cast(inverse * dprobs) * powers).sum(1))
         dscores = cast(powers * cast(cast(dprobs / row_sum) - delta[:, None]))
+    elif probs_of == "powers":
+        inner = cast((dprobs * powers).sum(1))[:, None]
+        dscores = (dprobs / row_sum - cast(inner / row_sum.square())) * (scores - finite(scores.amax(1))[:, None]).exp()
     elif probs_of == "by-hand":
         dscores = cast(weights * cast(dprobs - cast(delta)[:, None]))
-    elif probs_of in ("products", "steps"):
-        delta = cast(delta)
+    elif probs_of in _STORED_PRODUCTS:
+        delta = _key_by_key(products, cast) if probs_of == "keys" else cast(delta)
         dscores = cast(products - cast(weights * delta[:, None]))
     else:
         dscores = products - weights * delta[:, None]
@@ -298,7 +319,7 @@ def unfused(head: AttentionHead, fmt: FloatFormat, way: str, *, out: FloatFormat
             dscores *= slope
         else:
             dscores = cast(cast(cast(dscores) * head.softcap) * slope) / head.softcap
-    in_fp32 = probs_of in ("uncast", "scaled") or alpha_in in COMPILED
+    in_fp32 = probs_of in ("uncast", "scaled", "powers") or alpha_in in COMPILED
     dscores = dscores if in_fp32 else cast(dscores)
     if sink is not None and stored.top is not None and stored.by_key is not None:
         # gpt-oss's m has a gradient, what the casts leave of a row's sum, which goes to the largest score.
@@ -340,9 +361,24 @@ def _fused(
     return {"o": o, "delta": delta, "dq": dq, "dk": dk, "dv": cast(dropped(cast(probs)).T @ head.do)}
 
 
-def _in_steps(scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """exp(S - m), each step cast, and its sum [n, 1]; 1 in rows that see no key."""
+def _in_steps(
+    scores: Tensor, sink: Tensor | None, cast: Callable[[Tensor], Tensor], *, alone: bool = False
+) -> tuple[Tensor, Tensor]:
+    """exp(S - m), each step cast, and its sum [n, 1]; 1 in rows that see no key. ``alone``: the powers alone cast."""
     shift = finite(scores.amax(1) if sink is None else torch.maximum(scores.amax(1), sink))
-    powers = cast(cast(scores - shift[:, None]).exp())
-    row_sum = powers.sum(1) if sink is None else powers.sum(1) + cast(cast(sink - shift).exp())
+    of_sink = None if sink is None else sink - shift
+    if alone:
+        wide = (scores - shift[:, None]).exp()
+        powers, row_sum = cast(wide), wide.sum(1) if of_sink is None else wide.sum(1) + of_sink.exp()
+    else:
+        powers = cast(cast(scores - shift[:, None]).exp())
+        row_sum = powers.sum(1) if of_sink is None else powers.sum(1) + cast(cast(of_sink).exp())
     return powers, row_sum.masked_fill(row_sum == 0, 1.0)[:, None]
+
+
+def _key_by_key(products: Tensor, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum of every row, cast after each key, [Tq]."""
+    found = products.new_zeros(len(products))
+    for of_key in products.T.contiguous():
+        found = cast(found + of_key)
+    return found

@@ -13,6 +13,7 @@ from attn_diag.head.counterfactual import BACKWARD, RECIPE
 from attn_diag.head.fp32_in_bf16 import EXPLAINED
 from attn_diag.head.from_lse import FROM_LSE
 from attn_diag.head.key_by_key import SUMMED
+from attn_diag.head.low_sums import LOW_SUMS
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, QuantitySample
 from attn_diag.head.reproduced import multiplied, not_reproduced
@@ -82,6 +83,9 @@ class _Search:
             self._way, self._rivals = min(self.plain, key=compared.left), (*self.plain, *self.rounded, *cut)
         if compared.kernels[0].drops and compared.part_left(ROUNDED_DROPOUT) < EXPLAINED:
             self._way = ROUNDED_DROPOUT
+        if compared.late_ways and told is None and not self.explains():
+            self._way = min((self._way, *compared.late_ways), key=compared.left)
+            self._rivals = (*self._rivals, *(way for way in compared.late_ways if way == self._way))
 
     def explains(self, beside: str = RECIPE) -> bool:
         """Whether the way leaves little of what a recipe does."""
@@ -127,7 +131,7 @@ class _Search:
         bad = (alike.bad_rows > 0) & (self._chosen.bad_rows > 0) & (rest / units > casts)
         own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
         made = max(float(alike.error.sum() - rest.sum()), 0.0)
-        site = named(way) if way in (ROUNDED_DROPOUT, SUMMED) or self.explains(way + FUSED) else also_fused(way)
+        site = named(way) if way in (ROUNDED_DROPOUT, SUMMED, *LOW_SUMS) or self.explains(way + FUSED) else also_fused(way)
         site = None if site == "scores" and not compared.forward_is(way + FUSED) else site
         found = self.placed() or self._chosen
         return replace(found, site=site, made_by_site=made, rounding=own, features_rounding=own)
