@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import Evidence, Guess
+from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named, scales
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.scale_fit import one_over_root
@@ -62,8 +62,11 @@ def other_scale(
     if abs(off) < _SMALL:
         usable = evidence.usable.nonzero()[:, 0]
         everywhere = usable[:: -(-len(usable) // _SAMPLE)]
-        if evidence.fit(everywhere, predict(scale, everywhere)).remaining > LOSSY:
-            return  # dropped small P look like it in the rows that stand out
+        fit = evidence.fit(everywhere, predict(scale, everywhere))
+        # Dropped small P look like it in the rows that stand out; in plain torch, which is coarse, it explains nearly
+        # all of what is far beyond that.
+        if fit.remaining > LOSSY and not (fit.holds and fit.explained >= EXPLAINS):
+            return
     uncertain = 4 / size**0.5
     name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))
     name = name or (one_over_root(scale, abs(scale) * uncertain) if scale > 0 else None)
