@@ -91,6 +91,8 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
         *(CoarseWay(OPERANDS, "", partial(_emulated, recipe, cut)) for recipe in (wide, whole)),
         *(CoarseWay(OPERANDS, "", partial(_products, of_dp)) for of_dp in (False, True)),
         *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in UNFUSED),
+        CoarseWay(f"{OPERANDS}; {WORDS['normalised']}", "", partial(_normalised, False), backward=False),
+        CoarseWay(f"{OPERANDS}, alpha k one; {WORDS['normalised']}", "", partial(_normalised, True), backward=False),
         CoarseWay(scores.words, "", partial(_emulated, scores.apply(fine), _itself)),
         CoarseWay(scores.words, "", partial(_emulated, replace(scores.apply(fine), alpha="after-rounding"), _itself)),
         CoarseWay("P in BF16", "", partial(_emulated, _changed(fine, dict.fromkeys(_CASTS, LOW)), _itself)),
@@ -231,6 +233,12 @@ def _products(delta_of_dp: bool, head: AttentionHead) -> Outputs:
 
 def _unfused(way: str, head: AttentionHead) -> Outputs:
     return unfused(cut(head), format_of(torch.bfloat16), way)
+
+
+def _normalised(of_keys: bool, head: AttentionHead) -> Outputs:
+    """P cast behind its division, O in FP32; ``of_keys``: alpha k is cast, as OpenVINO does it on a CPU."""
+    given = replace(head, do=None, k=head.k * head.scale, scale=1.0) if of_keys else replace(head, do=None)
+    return unfused(cut(given), format_of(torch.bfloat16), UNFUSED[0], out=format_of(torch.float32))
 
 
 def _summed(recipe: Recipe, normalised: bool, of: Inputs, given: AttentionHead) -> Outputs:

@@ -1,6 +1,7 @@
 """Attention that is not fused: softmax(alpha q kT) v in plain torch, whose every step is stored in the inputs' format.
 
-    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast;
+    S  = cast(alpha cast(q kT))       or cast(cast(alpha q) kT), the same where alpha is a power of two; or no cast, or
+                                      but of cast(alpha k) (OpenVINO on a CPU);
                                       or the second, of which m is taken off before softmax: cast(S - m), and
                                       cast(sink - m) where there is a sink, which m may be (gpt-oss);
                                       or cast(q kT), with alpha, the mask and softmax behind it in fp32 (torch.compile),
@@ -102,6 +103,7 @@ WORDS = {
     "low-products": "every product of two numbers is rounded to the inputs' format before it is added, and each step "
     "of softmax, as in tinygrad in BF16",
     "summed": "O is kept in the inputs' format between one key and the next, as in ggml's kernel of few rows on a CPU",
+    "key": "alpha k, and P behind its division, are rounded to the inputs' format, as in OpenVINO on a CPU",
     "normalised": "P is normalised before its cast, as in attention that is not fused",
     "scores": "S is rounded to the inputs' format",
     "lse": "the backward makes P of an L (LSE) that is rounded to the inputs' format",
@@ -134,9 +136,10 @@ _OF_BIASED = (
     "unfused:stored:cast:biased",
     "unfused:stored:fp32:biased",
 )
-# Where alpha is no power of two: cast dS once, or alpha too, or divide by its cast inverse (Flax).
+# Where alpha is no power of two: cast dS once, or alpha k, or alpha too, or divide by its cast inverse (Flax).
 _OF_ALPHA = (
     "unfused:fp32:scaled",
+    "unfused:key:fp32",
     "unfused:low:fp32",
     "unfused:low:products",
     "unfused:low:keys",
@@ -229,6 +232,8 @@ def named(way: str) -> str:
     way = way.removesuffix(_WIDE)
     if way.endswith((":products", ":keys", ":powers", ":steps", ":by-hand", ":saved")):
         return "steps" if way.endswith(":by-hand") else way.rpartition(":")[2]
+    if way == "unfused:key:fp32":
+        return "key"
     if way.split(":")[1] in LOW_ALPHA:
         return "alpha" if way.endswith(":fp32") else "low"
     if way.endswith((":derived", ":jitted")):
@@ -242,7 +247,7 @@ def also_fused(way: str) -> str | None:
     """Which of ``WORDS`` says of a way as of ``named`` what a fused kernel may do as well; None: nothing."""
     if way.startswith(_FROM_LSE):
         return "lse" if ":low" in way else "backward_shifted" if "shifted" in way else "backward_scores"
-    return None if named(way) == "normalised" else "scores"
+    return None if named(way) in ("normalised", "key") else "scores"
 
 
 def unfused(head: AttentionHead, fmt: FloatFormat, way: str, *, out: FloatFormat | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.flaws import Flaw, find_flaw
+from attn_diag.head.low_sums import low_sum_ways, low_summed
 from attn_diag.head.recipe_rows import usable_rows
 from attn_diag.head.recipe_search import SearchedHead, Trial, threshold
 from attn_diag.head.unfused import WORDS, forwards, named, unfused
@@ -55,7 +56,9 @@ def find_unfused(subject: SearchedHead) -> UnfusedMatch | None:
     rows, _ = usable_rows(subject.inputs, observed, torch.arange(len(observed), device=observed.device))
     if not len(rows):
         return None
-    outs = {way: unfused(head, fmt, way)["o"][rows].to(observed.dtype) for way in forwards(head)}
+    made = {way: unfused(head, fmt, way) for way in forwards(head)}
+    made |= {way: low_summed(head, fmt, way) for way in low_sum_ways(head, fmt)}
+    outs = {way: of["o"][rows].to(observed.dtype) for way, of in made.items()}
     matches = {way: Match(out == observed[rows]) for way, out in outs.items()}
     way = max(matches, key=lambda name: matches[name].agreement)
     low = fmt.name

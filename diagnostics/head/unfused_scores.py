@@ -43,7 +43,7 @@ def _multiplied(head: AttentionHead, fmt: FloatFormat, alpha_in: str) -> tuple[T
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
         return scaled(head.q, root * sign, fmt), scaled(head.k, root, fmt)
-    return None if alpha_in in ("fp32", "summed") else (times_alpha(head.q, head.scale, fmt, alpha_in), head.k)
+    return None if alpha_in in ("fp32", "summed", "key") else (times_alpha(head.q, head.scale, fmt, alpha_in), head.k)
 
 
 def finite(of_rows: Tensor) -> Tensor:
@@ -161,7 +161,9 @@ def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: boo
     cast = partial(round_nearest_even, fmt=fmt)
     factors = _multiplied(head, fmt, alpha_in)
     wide_scores = factors is None or alpha_in in COMPILED
-    if factors is None:
+    if alpha_in == "key":
+        scores = head.q @ scaled(head.k, head.scale, fmt).T
+    elif factors is None:
         scores = (head.q @ head.k.T) * head.scale
     else:
         low_q, low_k = factors
