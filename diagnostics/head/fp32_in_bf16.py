@@ -87,10 +87,11 @@ def coarse_ways(width: int, keys: int) -> tuple[CoarseWay, ...]:
     whole = preset("fa2", LOW, width)
     fine, wide = _changed(whole, dict.fromkeys(_FINE, "fp32")), replace(whole, out="fp32", dq="fp32")
     scores = rounded("scores", LOW)
+    unfused_ways = [way for way in UNFUSED if not way.endswith(":keys")]  # whose O is that of others
     found = [
         *(CoarseWay(OPERANDS, "", partial(_emulated, recipe, cut)) for recipe in (wide, whole)),
         *(CoarseWay(OPERANDS, "", partial(_products, of_dp)) for of_dp in (False, True)),
-        *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in UNFUSED),
+        *(CoarseWay(f"{OPERANDS}; {WORDS[named(way)]}", "", partial(_unfused, way)) for way in unfused_ways),
         CoarseWay(f"{OPERANDS}; {WORDS['normalised']}", "", partial(_normalised, False), backward=False),
         CoarseWay(f"{OPERANDS}, alpha k one; {WORDS['normalised']}", "", partial(_normalised, True), backward=False),
         CoarseWay(scores.words, "", partial(_emulated, scores.apply(fine), _itself)),

@@ -56,8 +56,8 @@ def by_unpublished_ways(
     published = *compared.kernels[0].alternatives, *search.rounded
     observed, reference = (t[compared.rows] for t in (compared.observed, compared.reference))
     words = multiplied(
-        observed, lambda way: compared.of(way)[compared.rows], reference, compared.expected, published, search.plain,
-        compared.fmt,
+        observed, lambda way: compared.of(way)[compared.rows], reference, compared.expected, published,
+        (*search.plain, *compared.late_ways), compared.fmt,
     )  # fmt: skip
     every = "all keys" if compared.quantity in ("dk", "dv") else "all rows"
     return replace(chosen, factors=f"{every} are {words}") if words else None

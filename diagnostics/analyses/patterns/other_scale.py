@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from attn_diag.analyses.patterns.evidence import EXPLAINS, Evidence, Guess
+from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.numbers import named, scales
 from attn_diag.head.quality import LOSSY
 from attn_diag.head.scale_fit import one_over_root
@@ -18,6 +18,8 @@ from attn_diag.results.wording import number
 _SCALE_FROM = 0.005
 # A small change of it needs many rows: in a few, coarse scores look like one.
 _SMALL, _MANY = 0.05, 16
+# In plain torch stored scores leave 1.7 times a well-rounded kernel's error; of 0.5 to 5 % of the scale that is little.
+_NEARLY_ALL = 0.95
 _STEPS, _SAMPLE = 8, 64
 _STEP = 1e-4
 
@@ -65,7 +67,7 @@ def other_scale(
         fit = evidence.fit(everywhere, predict(scale, everywhere))
         # Dropped small P look like it in the rows that stand out; in plain torch, which is coarse, it explains nearly
         # all of what is far beyond that.
-        if fit.remaining > LOSSY and not (fit.holds and fit.explained >= EXPLAINS):
+        if fit.remaining > LOSSY and not (fit.holds and fit.explained >= _NEARLY_ALL):
             return
     uncertain = 4 / size**0.5
     name = named(scale, known, max(1e-3 * abs(off), min(uncertain, abs(off) / 4)))
