@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from attn_diag.reports.finding_words import Line
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
+from attn_diag.results.heads import ObservationDiagnosis
 from attn_diag.results.quality import OPERANDS, PROBS
 from attn_diag.results.wording import source_argument
 
@@ -73,7 +74,7 @@ def commands(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     if (arguments := _arguments(diagnosis, found[0])) is None:
         return []
-    if _keys_alone(found[0]):
+    if _not_ranked(diagnosis, found[0]):
         return [("Do other kernels do better", f"attn-diag replay {arguments[0]}")]
     questions = [("Which rounding makes it", "attribute"), ("What would remove it", "what-if")]
     if found[0].biased_mean is not None:
@@ -98,7 +99,7 @@ def command(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         return " ".join(["attn-diag inspect", *arguments, "--html page.html"])
     if (tried := _tried(diagnosis, finding)) is not None:
         return " ".join(["attn-diag what-if", *arguments, *(f"--only {name}" for name in tried[0])])
-    if _keys_alone(finding):
+    if _not_ranked(diagnosis, finding):
         return f"attn-diag replay {arguments[0]}"
     return " ".join(["attn-diag", "what-if" if finding.label == "ill_conditioned" else "attribute", *arguments])
 
@@ -115,7 +116,7 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
         return "where and how" + ("" if _arguments(diagnosis, finding) is None else ", in pictures")
     if (tried := _tried(diagnosis, finding)) is not None:
         return tried[1]
-    if _keys_alone(finding) and _arguments(diagnosis, finding) is not None:
+    if _not_ranked(diagnosis, finding) and _arguments(diagnosis, finding) is not None:
         repair = "" if finding.site is None else f"make {finding.site.rpartition(' in ')[0]} in fp32; or "
         return f"{repair}see which kernels do better on these inputs"
     if finding.label == "ill_conditioned":
@@ -124,9 +125,25 @@ def _purpose(diagnosis: Diagnosis, finding: SharedFinding) -> str:
     return "what each rounding makes of it" if known else "look for the rounding that makes it"
 
 
-def _keys_alone(finding: SharedFinding) -> bool:
-    """Whether it is of dK and dV alone, whose sites attribute and what-if do not rank."""
-    return finding.label == "lossy" and bool(finding.quantities) and {"dk", "dv"}.issuperset(finding.quantities)
+def _not_ranked(diagnosis: Diagnosis, finding: SharedFinding) -> bool:
+    """Whether attribute and what-if do not rank its sites: of dK and dV alone; or a rounding that is named, of a kernel
+    that no recipe is."""
+    if finding.label != "lossy":
+        return False
+    made = _made(diagnosis, finding)
+    no_recipe = bool(made) and made[0].recipe is None and "o" in made[0].outputs
+    named = no_recipe and finding.site is None and "as where" in finding.words
+    return named or (bool(finding.quantities) and {"dk", "dv"}.issuperset(finding.quantities))
+
+
+def _made(diagnosis: Diagnosis, finding: SharedFinding) -> list[ObservationDiagnosis]:
+    """The observation of the worst head, where it is there."""
+    return [
+        observation
+        for capture in diagnosis.captures
+        for observation in capture.observations
+        if capture.source == finding.worst.source and observation.name == finding.worst.observation
+    ]
 
 
 def _tried(diagnosis: Diagnosis, finding: SharedFinding) -> tuple[tuple[str, ...], str] | None:
@@ -135,12 +152,7 @@ def _tried(diagnosis: Diagnosis, finding: SharedFinding) -> tuple[tuple[str, ...
         return None
     if finding.label == "ill_conditioned":
         return _REMEDIES.get(finding.carrier or "")
-    made = [
-        observation
-        for capture in diagnosis.captures
-        for observation in capture.observations
-        if capture.source == finding.worst.source and observation.name == finding.worst.observation
-    ]
+    made = _made(diagnosis, finding)
     # The worst head's own bits must show it.
     if finding.label != "lossy" or finding.site is None or not made or made[0].coarse != finding.site:
         return None

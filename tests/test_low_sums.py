@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,3 +203,11 @@ def test_a_scale_a_few_percent_off_is_named_in_plain_torch(dtype: torch.dtype) -
     for head in attn_diag.inspect(q, k, v, o=o, causal=True).heads:
         assert head.verdict is not None and head.verdict.labels[0] == "wrong"
         assert "what the scale 0.13" in head.verdict.reasons[0], head.verdict.reasons
+
+
+def test_next_is_no_command_that_knows_no_such_kernel(tmp_path: Path) -> None:
+    given = inputs(FP16)
+    tensors = dict(zip(("q", "k", "v", "do"), given, strict=True)) | by_tensorflow(*given)
+    attn_diag.Capture.from_tensors(tensors, causal="top-left").save(tmp_path / "a.safetensors")
+    said = str(attn_diag.inspect_captures([attn_diag.load(tmp_path / "a.safetensors")]).report())
+    assert "attn-diag replay" in said and "attn-diag attribute" not in said, said
