@@ -211,3 +211,18 @@ def test_next_is_no_command_that_knows_no_such_kernel(tmp_path: Path) -> None:
     attn_diag.Capture.from_tensors(tensors, causal="top-left").save(tmp_path / "a.safetensors")
     said = str(attn_diag.inspect_captures([attn_diag.load(tmp_path / "a.safetensors")]).report())
     assert "attn-diag replay" in said and "attn-diag attribute" not in said, said
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_a_mean_that_a_row_sum_in_fp32_leaves_is_no_fault(lanes: int) -> None:
+    """MLX (one lane), OpenVINO and Paddle (several) on peaked scores: 1 to 10 ulp of fp32 away from zero."""
+    drawn = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, 1, 768, 64, generator=drawn) for _ in range(3))
+    scores = (4 * q).double() @ k.double().mT / 8
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    row_sum = torch.zeros(768, lanes)
+    for keys in powers[0, 0].float().split(lanes, 1):
+        row_sum += keys
+    o = (powers @ v.double() / row_sum.sum(1).double()[:, None]).float()
+    found = attn_diag.inspect(4 * q, k, v, o=o).heads[0]
+    assert found.verdict is not None and "biased" not in found.verdict.labels, found.verdict.reasons

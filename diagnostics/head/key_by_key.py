@@ -65,3 +65,18 @@ def in_fp32(head: AttentionHead) -> Tensor:
             o.addcmul_(probs[:, key, None], v[key])
         found.append((o.double() * block.inverse_row_sum[:, None]).float().double())
     return torch.cat(found)
+
+
+def with_row_sum_in_fp32(head: AttentionHead, lanes: int) -> Tensor:
+    """O, float64, of a row sum in fp32 that takes as many keys at once as a vector has lanes, all else exact."""
+    found = []
+    for rows in torch.split(torch.arange(len(head.q), device=head.q.device), _ROWS):
+        block = reference_rows(replace(head, do=None), rows)
+        powers = block.unnormalised_probs
+        low = torch.zeros(len(rows), lanes, device=powers.device)
+        for keys in torch.split(powers.float(), lanes, 1):
+            low[:, : keys.shape[1]] += keys
+        # A sink is in the row sum, and added to it exactly.
+        lost = powers.sum(1) - low.cumsum(1)[:, -1].double()
+        found.append(block.out / (1 - lost * block.inverse_row_sum)[:, None])
+    return torch.cat(found)

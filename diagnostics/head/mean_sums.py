@@ -15,7 +15,7 @@ from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.cut_off import makes, ways
 from attn_diag.head.declared import DRAWS
 from attn_diag.head.head_stack import HeadStack
-from attn_diag.head.key_by_key import in_fp32
+from attn_diag.head.key_by_key import in_fp32, with_row_sum_in_fp32
 from attn_diag.head.measurement import CutOff
 from attn_diag.head.stacks import numbers
 from attn_diag.head.streaming import ObservedHead, StreamedHead
@@ -28,6 +28,8 @@ Sums = dict[str, npt.NDArray[np.float64]]
 _CLEAR = 3.0
 # An O in fp32 that is so much nearer, squared, than a kernel's that casts P is one of a kernel that does not.
 _FINER = 1 / 16
+# Of which a row sum is made: one number, or a vector of the CPU's.
+_LANES = (1, 4, 8, 16)
 
 
 def mean_sums(stack: HeadStack) -> list[Sums]:
@@ -103,7 +105,10 @@ def _by_sums_in_fp32(
     by_row = torch.stack([error.sum(1), (error * truth[rows].sign()).sum(1)])
     if not bool((by_row.sum(1).abs() > _CLEAR * math.sqrt(len(rows)) * by_row.std(1)).any()):
         return None
-    made = in_fp32(head) - truth + of_usual
+    # P V key by key, or the row sum: whichever is nearer.
+    every = (in_fp32(head), *(with_row_sum_in_fp32(head, lanes) for lanes in _LANES))
+    errors = [one - truth + of_usual for one in every]
+    made = min(errors, key=lambda one: float((error - one[rows]).square().sum()))
     found = {"o": truth + made}
     delta = passed.truth.reference.delta
     return found if head.do is None or delta is None else found | {"delta": delta + (head.do * made).sum(1)}
