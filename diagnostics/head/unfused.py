@@ -21,8 +21,8 @@
                                               or with exp(cast(S) - L) of the S that torch.compile saves on a GPU
                                               where a mask is added to one head's; the forward's is in fp32
                                               or of g = cast(P o dP) in CUDA's softmax, cast(g - P o rowsum(g));
-                                              or each step cast, cast(g - cast(P o cast(rowsum(g)))), where the sum may be cast
-                                      key by key (MLX on a CPU), or by hand,
+                                              or each step cast, cast(g - cast(P o cast(rowsum(g)))), the sum at its
+                                      end or key by key (MLX on a CPU), or by hand,
                                               cast(P o cast(dP - cast(rowsum(g))))
                                               or derived step by step, as in JAX 0.11: of r = cast(1 / cast(ll)) for
                                               l cast, cast(e o cast(cast(dP / l) - cast(rowsum(cast(e o cast(r dP))))))
@@ -219,7 +219,7 @@ def _firsts(of: Sequence[str], kind: Callable[[str], object]) -> tuple[str, ...]
 
 
 def named(way: str) -> str:
-    """Which of ``WORDS`` says it, of one of ``ways``, of ``from_lse``'s, ``ROUNDED_DROPOUT``, ``SUMMED``, ``LOW_SUMS``."""
+    """Which of ``WORDS`` says it: one of ``ways``, ``from_lse``'s, ``LOW_SUMS``, ``ROUNDED_DROPOUT`` or ``SUMMED``."""
     if way.startswith(_FROM_LSE):
         alone = way.startswith(("from-l:fused", "from-l:stored:fp32", "from-l:shifted"))
         return also_fused(way) or "" if alone else "lse_steps" if ":low" in way else "backward_steps"

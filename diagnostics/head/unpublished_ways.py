@@ -131,7 +131,9 @@ class _Search:
         bad = (alike.bad_rows > 0) & (self._chosen.bad_rows > 0) & (rest / units > casts)
         own = not alike.bad_features.any() and rest[bad].sum() <= EXPLAINED * alike.error[bad].sum()
         made = max(float(alike.error.sum() - rest.sum()), 0.0)
-        site = named(way) if way in (ROUNDED_DROPOUT, SUMMED, *LOW_SUMS) or self.explains(way + FUSED) else also_fused(way)
+        site = (
+            named(way) if way in (ROUNDED_DROPOUT, SUMMED, *LOW_SUMS) or self.explains(way + FUSED) else also_fused(way)
+        )
         site = None if site == "scores" and not compared.forward_is(way + FUSED) else site
         found = self.placed() or self._chosen
         return replace(found, site=site, made_by_site=made, rounding=own, features_rounding=own)
