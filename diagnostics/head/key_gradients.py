@@ -189,8 +189,8 @@ def key_quality(
         if name == "dkv" or own_fed is None:
             found.append(beside())
             continue
-        made = partial(made_in_blocks, name, observed, own_fed, collectors, total, fmt)
-        found.append(with_sums(name, beside, made, shown))
+        in_blocks = partial(made_in_blocks, name, observed, own_fed, collectors, total, fmt)
+        found.append(with_sums(name, beside, in_blocks, shown))
     return found
 
 
