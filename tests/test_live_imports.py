@@ -23,6 +23,7 @@ from attn_diag.watching.live.imports import ImportWatch
 SAGE = """
 import torch
 def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False):
+    k -= k.mean(dim=2, keepdim=True)
     return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype) @ v
 """
 # flash_attn 2 registers its operator as its module is run; torch imports its jagged attention with a first such tensor.
@@ -83,11 +84,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_first_call_is_seen(package: str, tmp_path: Path) -> None:
     with attn_diag.capture(None, tmp_path / "out", batch=None) as recorder:
         loaded: Any = importlib.import_module(package)
-        o = loaded.sageattn(*tensors())
+        q, k, v = tensors()
+        given = k.clone()
+        o = loaded.sageattn(q, k, v)
     (path,) = recorder.written
     capture = load(path)
     assert capture.metadata.kernel == "SageAttention sageattn"
     assert torch.equal(capture.tensors["o"][...], o)
+    assert torch.equal(capture.tensors["k"][...], given)  # which it writes into
+    assert not torch.equal(given, k)
     # All is as it was, and the module as if nobody had been there.
     assert not any(isinstance(finder, ImportWatch) for finder in sys.meta_path)
     assert loaded.sageattn is loaded.core.sageattn
