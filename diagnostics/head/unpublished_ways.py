@@ -134,7 +134,9 @@ class _Search:
         site = (
             named(way) if way in (ROUNDED_DROPOUT, SUMMED, *LOW_SUMS) or self.explains(way + FUSED) else also_fused(way)
         )
-        site = None if site == "scores" and not compared.forward_is(way + FUSED) else site
+        # A loop over tiles keeps scores and O in 16 bits: much of its O is what such powers leave.
+        looped = way.endswith(":powers") and compared.quantity == "o"
+        site = None if site == "scores" and (looped or not compared.forward_is(way + FUSED)) else site
         found = self.placed() or self._chosen
         return replace(found, site=site, made_by_site=made, rounding=own, features_rounding=own)
 
