@@ -104,9 +104,8 @@ class CaptureJob:
         self.truths = KeptTruths(keep)
         self.group, self.census = capture.q_heads // capture.kv_heads, NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
-        # observation -> key head -> "dk" or "dv" -> one item a sequence
+        # observation -> key head -> "dk" or "dv" -> one item a sequence, and keys with NaN or Inf
         self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
-        # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
         self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries, self.by_key_head = dict[str, list[Entry]](), dict[str, tuple[KvHeadDiagnosis, ...]]()
         self.shared, self.notes = dict[int, dict[int, SharedRows]](), list[str]()  # head -> sequence
@@ -295,11 +294,12 @@ class CaptureJob:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
-        quantities = with_others_faults(quantities, self.group, c.metadata.head_offset)
+        quantities, idle = judging.asked(with_others_faults(quantities, self.group, c.metadata.head_offset), measured)
         missing = judging.not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
+            idle=idle,
             covered=self.declared is not None or covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
             absorbed=self.absorbed,

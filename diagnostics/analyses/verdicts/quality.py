@@ -14,15 +14,17 @@ from attn_diag.analyses.verdicts.standing_out import as_usual, is_place, next_to
 from attn_diag.analyses.verdicts.words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums, cut_off
+from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import NOT_JUDGED, OR_WRONG, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
+from attn_diag.results.quality import NO_GRADIENT, NOT_JUDGED, OR_WRONG, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv")
+GRADIENTS: tuple[Quantity, ...] = ("dq", "dk", "dv", "dkv")
 # So much of a well-rounded kernel's error is less, however few rows carry it.
 _FAR_BETTER = 0.5
 _ROUNDED_DELTA = 16.0
@@ -306,11 +308,29 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
     return replace(found, answer=answer, words=words, patterns=patterns)
 
 
+def asked(
+    found: dict[int, list[QuantityVerdict]], measured: Mapping[int, Sequence[HeadMeasurement]]
+) -> tuple[dict[int, list[QuantityVerdict]], bool]:
+    """What was asked of heads, and whether no gradient comes to any: dO is zero, of which every backward makes zeros.
+
+    Args:
+        found: Of each head its quantities.
+        measured: Of each head its sequences.
+    """
+    made = [q for quantities in found.values() for q in quantities if q.quantity in GRADIENTS]
+    with_do = [p.with_gradient for parts in measured.values() for p in parts]
+    none = bool(with_do) and all(rows is not None and not rows.any() for rows in with_do)
+    if not none or not all(q.answer == "good" and q.relative_error is None for q in made):
+        return found, False
+    return {head: [q for q in own if q.quantity not in GRADIENTS] for head, own in found.items()}, True
+
+
 def not_judged(
     judged: Collection[str],
     *,
     captured: Collection[str],
     with_do: bool,
+    idle: bool = False,
     covered: bool = True,
     of_a_rank: bool = False,
     absorbed: Mapping[str, Sequence[int]] = MappingProxyType({}),
@@ -321,6 +341,7 @@ def not_judged(
         judged: Names of quantities.
         captured: Those that the observation holds.
         with_do: Whether dO was captured.
+        idle: Whether it is zero everywhere.
         covered: Whether there is a published recipe for the inputs' format.
         of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
         absorbed: Of outputs the batch items in which rows without keys make an unknown part; see ``captures.absorbed``.
@@ -332,6 +353,8 @@ def not_judged(
     def why(name: str) -> str:
         if name not in ("o", "lse") and not with_do:
             return "no dO"
+        if idle and name in GRADIENTS and name in captured:
+            return NO_GRADIENT
         if name in ("dk", "dv") and of_a_rank:
             return "summed over the rows of other ranks: give their files too"
         if name in absorbed:
