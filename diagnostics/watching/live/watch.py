@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
+from attn_diag.watching.live.clock import BY_PARAMETERS, TRAINS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
@@ -61,7 +61,7 @@ class Watch:
         self._first_step = first_step
         self._places, self._clock = CallPlaces(model), Clock(model)
         self._with_gradients: set[tuple[int, int]] = set()
-        self._trains = False
+        self._trains = TRAINS.get()
         self._calls_this_step = self._forwards_this_step = 0
         self._steps_behind = -1
         self._pending: dict[int, Pending] = {}
@@ -323,7 +323,8 @@ class Watch:
         with self._lock:
             self._pending.pop(id(pending), None)
         if pending.lost:
-            self.warn_once(LOST.format(" and ".join(pending.lost)), f"{pending.call.place.module or pending.call.kernel}: ")
+            whose = pending.call.place.module or pending.call.kernel
+            self.warn_once(LOST.format(" and ".join(pending.lost)), f"{whose}: ")
         self.guarded(self.listener.backward)(pending.call)
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,7 +360,7 @@ class Watch:
         passes = self._forwards_this_step
         if passes and (not self._trains or (torch.is_grad_enabled() and self._clock.by_passes(passes, self.warn_once))):
             self.end_step()
-        self._forwards_this_step += 1
+        self._forwards_this_step += not self._trains or torch.is_grad_enabled()
 
     def _notice_training(self, module: nn.Module | None, *, gradients: bool) -> None:
         if self._trains or module is None or not (module.training and gradients):
