@@ -30,7 +30,7 @@ _CHANCE = 4.0
 # The variance of |e_t|^2 over rows may be so many times what dropout's few large terms make it: other noise in P has
 # none such.
 _LOW, _HIGH = 0.3, 3.0
-# So many times as probable have as many zeros to be under a factor that was multiplied in twice as under one that was not.
+# The zeros have to be so many times as probable under a factor that was multiplied in twice as under one that was not.
 _TWICE = 1000.0
 # Where one term makes most of |e_t|^2 its relative variance is 1 / p and more.
 _TELLING = 2.0

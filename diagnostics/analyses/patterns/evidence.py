@@ -107,8 +107,9 @@ class Evidence:
         Args:
             forward_right: What is said of a forward that is right.
         """
-        both = [(kept["o"], known.out) for kept, known in zip(self.captured, self.references, strict=False) if "o" in kept]
-        wrong = any(float((o - out).norm()) > TOLERANCE * float(out.norm()) for o, out in both)
+        both = zip(self.captured, self.references, strict=False)
+        pairs = [(returned["o"], known.out) for returned, known in both if "o" in returned]
+        wrong = any(float((o - out).norm()) > TOLERANCE * float(out.norm()) for o, out in pairs)
         return "in the backward" if wrong else f"in the backward alone ({forward_right})"
 
     @cached_property
