@@ -165,7 +165,6 @@ class Projections:
         x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
 
-
     def _around(self, module: str) -> str:
         """How the names of its linear layers begin: those of the module around it where it has none of its own."""
         if module and not any(name.startswith(f"{module}.") for name in self._names.values()):
