@@ -265,8 +265,8 @@ def _angles(found: ComparedLayer) -> Iterator[MismatchCause]:
         which, most = " and ".join(one.which for one in turned), max(turned, key=lambda one: one.size)
         are = "is" if len(turned) == 1 else "are"
         words = (
-            f"RoPE's angles are others (another base, scaling or precision): {which} of rollout {are} train's with each "
-            f"pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
+            f"RoPE's angles are others (another base, scaling or precision): {which} of rollout {are} train's with "
+            f"each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
         )
         explained = min(one.explained for one in turned)
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
