@@ -113,15 +113,8 @@ def next_command(diagnosis: Diagnosis) -> Line:
             )
         return Line("Next", "capture more rows or sequences of these heads, and inspect again.")
     if all(any(NO_GRADIENT in missing for missing in e[2].not_judged) for e in entries):
-        return Line(
-            "Next",
-            "see where the gradient is lost: dO is zero where nothing of the loss comes from here (no labels), behind "
-            "an output projection of zeros, where FP16 underflows, or in a backward that drops it (compiled code: does "
-            "it in eager code too?).",
-        )
-    more = (
-        " To judge the gradients too, capture do and dq." if all(e[2].propagation.dq is None for e in entries) else ""
-    )
+        return Line("Next", words.LOST_GRADIENT)
+    more = " To judge the gradients too, capture do and dq." * all(e[2].propagation.dq is None for e in entries)
     return Line("Next", f"nothing to do here; if training goes wrong, look at other layers and steps.{more}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ def test_where_no_gradient_comes_nothing_is_said_of_the_backward() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 96, 32, generator=draw).bfloat16() for _ in range(3))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    zeros = {name: torch.zeros_like(q) for name in ("do", "dq", "dk", "dv")}
+    zeros: dict[str, Any] = {name: torch.zeros_like(q) for name in ("do", "dq", "dk", "dv")}
     found = attn_diag.inspect(q, k, v, o=o, causal=True, **zeros)
     line = headline(found)
     assert "O is as good as a well-rounded kernel's" in line

@@ -79,7 +79,7 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("own", [True, False])
 def test_a_projection_in_the_module_around_is_found_or_said_to_be_missing(own: bool, tmp_path: Path) -> None:
     """Both were left out without a word."""
-    model = nn.Sequential(*(Outer(own=own) for _ in range(2)))
+    model: Any = nn.Sequential(*(Outer(own=own) for _ in range(2)))
     with attn_diag.capture(model, tmp_path, layers={1}) as recorder:
         model(torch.randn(1, 8, 32)).sum().backward()
     capture = only(recorder)

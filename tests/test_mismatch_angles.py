@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,12 +28,12 @@ def rotated(x: Tensor, *, base: float = 1e4, angles: torch.dtype = torch.float32
     return (x * cos + half * sin).bfloat16()
 
 
-def run(heads: int = 2, seed: int = 0, **other: object) -> Mismatch:
+def run(heads: int = 2, seed: int = 0, **other: Any) -> Mismatch:
     draw = torch.Generator().manual_seed(seed)
     q, k, v, x = (torch.randn(1, heads, LENGTH, WIDTH, generator=draw).bfloat16() for _ in range(4))
     sides = []
     for options in ({}, other):
-        one, two = rotated(q.float(), **options), rotated(k.float(), **options)  # type: ignore[arg-type]
+        one, two = rotated(q.float(), **options), rotated(k.float(), **options)
         o = torch.nn.functional.scaled_dot_product_attention(one, two, v, is_causal=True)
         tensors = {"q": one, "k": two, "v": v, "o": o, "x": x.transpose(1, 2).flatten(2)}
         sides.append(Capture.from_tensors(tensors, causal="top-left", layer=0))
@@ -40,7 +42,7 @@ def run(heads: int = 2, seed: int = 0, **other: object) -> Mismatch:
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("other", [{"angles": torch.bfloat16}, {"base": 5e5}], ids=["bf16", "base"])
-def test_other_angles_are_named(other: dict[str, object], heads: int) -> None:
+def test_other_angles_are_named(other: dict[str, Any], heads: int) -> None:
     """Angles in BF16 were "nothing beyond rounding" (O 9 % apart), another base "the projection is another"."""
     found = run(heads, **other)
     assert [(c.kind, c.label, c.place) for c in found.causes] == [("position", "semantics", "projection")]

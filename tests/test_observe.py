@@ -98,9 +98,9 @@ def test_a_gradient_that_does_not_come_is_told(lost: str, tmp_path: Path, caplog
         @staticmethod
         def backward(ctx: Any, do: Tensor) -> Any:
             with torch.enable_grad():
-                inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                o = plain(*inputs, 0.3, torch.zeros(8, 8, dtype=torch.bool))
-            dq, _, dv = torch.autograd.grad(o, inputs, do)
+                q, k, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                o = plain(q, k, v, 0.3, torch.zeros(8, 8, dtype=torch.bool))
+            dq, dv = torch.autograd.grad(o, (q, v), do)
             return dq, None, dv
 
     @attn_diag.observe

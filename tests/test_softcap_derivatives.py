@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_backward_is_not_said_to_be_wrong_alone_where_o_is_wrong_too() -> None
     scores = (inputs[0] @ inputs[1].mT / 32**0.5).masked_fill(hidden, -1e30)
     o = (5 * torch.tanh(scores / 5)).softmax(-1) @ inputs[2]
     made = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, inputs, do.float()), strict=True))
-    outputs = {name: t.detach().bfloat16() for name, t in {"o": o, **made}.items()}
+    outputs: dict[str, Any] = {name: t.detach().bfloat16() for name, t in {"o": o, **made}.items()}
     told = attn_diag.inspect(q, k, v, do=do, causal=True, softcap=5.0, **outputs).report()
     assert "applied before the softcap" in " ".join(told.split())
     assert "O has the right one" not in " ".join(told.split())

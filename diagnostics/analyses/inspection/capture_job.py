@@ -28,6 +28,7 @@ from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_nan import with_finite_rows
 from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
+from attn_diag.analyses.verdicts import judged
 from attn_diag.analyses.verdicts import quality as judging
 from attn_diag.analyses.verdicts.dmask import judge_sums
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
@@ -125,8 +126,7 @@ class CaptureJob:
 
     @property
     def takes_one_core(self) -> bool:
-        """Whether it is to leave other cores to others."""
-        # Triton's interpreter runs one kernel at a time.
+        """Whether it is to leave other cores to others: Triton's interpreter runs one kernel at a time."""
         return self.device.type == "cpu" and takes_one_core(self.capture) and self.engine == "emulation"
 
     def begin(self) -> None:
@@ -294,8 +294,8 @@ class CaptureJob:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
-        quantities, idle = judging.asked(with_others_faults(quantities, self.group, c.metadata.head_offset), measured)
-        missing = judging.not_judged(
+        quantities, idle = judged.of_heads(with_others_faults(quantities, self.group, c.metadata.head_offset), measured)
+        missing = judged.not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,

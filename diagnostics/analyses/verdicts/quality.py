@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -14,13 +13,11 @@ from attn_diag.analyses.verdicts.standing_out import as_usual, is_place, next_to
 from attn_diag.analyses.verdicts.words import AS_IN_BF16, cost, factor_words, left_with, rows_named, stand_out, too_few
 from attn_diag.captures.sources import KEYED
 from attn_diag.head import block_sums, cut_off
-from attn_diag.head.measurement import HeadMeasurement
 from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
 from attn_diag.results.quality import (
-    NO_GRADIENT,
     NOT_JUDGED,
     OR_WRONG,
     Answer,
@@ -33,7 +30,6 @@ from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, 
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
 CAPTURED: tuple[Quantity, ...] = ("o", "lse", "delta", "dq", "dk", "dv", "dkv")
-GRADIENTS: tuple[Quantity, ...] = ("dq", "dk", "dv", "dkv")
 # So much of a well-rounded kernel's error is less, however few rows carry it.
 _FAR_BETTER = 0.5
 _ROUNDED_DELTA = 16.0
@@ -41,7 +37,6 @@ _ROUNDED_DELTA = 16.0
 # inputs to FP8 150.
 _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
-_NO_KEY = "rows to which the mask leaves no key have a gradient"
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
@@ -251,7 +246,7 @@ def with_empty_rows(
     """
     name = SYMBOLS[verdict.quantity]
     if absorbed:
-        words = f"{name} of {_items(absorbed)} has a part of rows that see no key, {NOT_JUDGED}"
+        words = f"{name} of {batch_items(absorbed)} has a part of rows that see no key, {NOT_JUDGED}"
         return replace(verdict, words=f"{verdict.words} {words}")
     broken, other = (sum(c[i] for c in counts) for i in (0, 1))
     if not broken and not other:
@@ -317,66 +312,6 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
     return replace(found, answer=answer, words=words, patterns=patterns)
 
 
-def asked(
-    found: dict[int, list[QuantityVerdict]], measured: Mapping[int, Sequence[HeadMeasurement]]
-) -> tuple[dict[int, list[QuantityVerdict]], bool]:
-    """What was asked of heads, and whether no gradient comes to any: dO is zero, of which every backward makes zeros.
-
-    Args:
-        found: Of each head its quantities.
-        measured: Of each head its sequences.
-    """
-    made = [q for quantities in found.values() for q in quantities if q.quantity in GRADIENTS]
-    with_do = [p.with_gradient for parts in measured.values() for p in parts]
-    none = bool(with_do) and all(rows is not None and not rows.any() for rows in with_do)
-    if not none or not all(q.answer == "good" and q.relative_error is None for q in made):
-        return found, False
-    return {head: [q for q in own if q.quantity not in GRADIENTS] for head, own in found.items()}, True
-
-
-def not_judged(
-    judged: Collection[str],
-    *,
-    captured: Collection[str],
-    with_do: bool,
-    idle: bool = False,
-    covered: bool = True,
-    of_a_rank: bool = False,
-    absorbed: Mapping[str, Sequence[int]] = MappingProxyType({}),
-) -> tuple[str, ...]:
-    """The quantities of ``CAPTURED`` that are not among ``judged``, or not in each sequence, with the reason.
-
-    Args:
-        judged: Names of quantities.
-        captured: Those that the observation holds.
-        with_do: Whether dO was captured.
-        idle: Whether it is zero everywhere.
-        covered: Whether there is a published recipe for the inputs' format.
-        of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
-        absorbed: Of outputs the batch items in which rows without keys make an unknown part; see ``captures.absorbed``.
-    """
-    # A gradient of both uses of one latent stands in for dK and dV, and is missed by nobody.
-    spared = ("dk", "dv") if "dkv" in captured else ("dkv",)
-    missing = [n for n in CAPTURED if n not in judged and (n not in spared or n in captured)]
-
-    def why(name: str) -> str:
-        if name not in ("o", "lse") and not with_do:
-            return "no dO"
-        if idle and name in GRADIENTS and name in captured:
-            return NO_GRADIENT
-        if name in ("dk", "dv") and of_a_rank:
-            return "summed over the rows of other ranks: give their files too"
-        if name in absorbed:
-            return _NO_KEY
-        if name not in captured:
-            return "not captured"
-        return "not compared" if covered else "no well-rounded kernel of this format to compare with"
-
-    said = [f"{SYMBOLS[name]} ({why(name)})" for name in missing]
-    said += [f"{SYMBOLS[n]} of {_items(absorbed[n])} ({_NO_KEY})" for n in CAPTURED if n in judged and n in absorbed]
-    return tuple(said)
-
-
-def _items(numbers: Sequence[int]) -> str:
+def batch_items(numbers: Sequence[int]) -> str:
     """ "batch items 0-2"."""
     return f"batch {'item' if len(numbers) == 1 else 'items'} {ranges(list(numbers))}"
