@@ -192,7 +192,7 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
         largest = f"the errors of several sites cancel in {name}, so that none makes it alone"
     if kind == "UNKNOWN":
         why, recipe = str(heads[0].unfit).partition(": no rounding")[0].rstrip("."), heads[0].recipe.partition(",")[0]
-        return f"{where}: {why}. No cause is named; in {recipe} itself {largest} ({off}; emulated)"
+        return f"{where}: {why}. Nothing is attributed; in {recipe} itself {largest} ({off}; emulated)"
     how = "emulated" if heads[0].agreement is None else "emulated with the recipe that has the kernel's bits"
     common = ", as in good kernels" if not cancelled and all(s.site in _EVERYWHERE for s in sites_of) else ""
     return f"{where}: {largest}{common} ({off}; {how})"

@@ -118,6 +118,8 @@ def _what(found: Identification) -> tuple[str, str]:
     if found.outcome == "unnamed":
         if found.not_fused is not None:
             return "OK", f"attention that is not fused: {found.not_fused}"
+        if found.loop is not None:
+            return "UNNAMED", f"{found.loop}, which good kernels keep in fp32"
         return "UNNAMED", "its roundings are known, but no published kernel here has them so"
     known = [_COARSE[name] for name in found.recipes if name in _COARSE]
     coarse = f", with {known[0]}, which good kernels keep in fp32" if known else ""

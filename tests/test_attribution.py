@@ -343,6 +343,9 @@ def test_a_gradient_that_is_not_the_recipes_is_not_explained(captures: Path) -> 
     assert {"dq", "dw_q"}.isdisjoint(found.guilty)
     assert found.guilty["o"] == "out"
     assert "no cause of the error of dQ is named" in found.reasons[0]
+    # Of O's repairs those of dS were told, which leave all of it.
+    assert any(reason.startswith("Repairs, one after the other, of O's error") for reason in found.reasons)
+    assert not any("the cast of dS exact leaves" in reason for reason in found.reasons)
 
 
 def test_a_mixture_in_no_presets_schedule_is_followed() -> None:

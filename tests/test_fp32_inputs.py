@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag.results.diagnosis import HeadDiagnosis
@@ -197,6 +199,56 @@ def test_a_mean_that_operands_rounded_to_nearest_have_is_no_fault(
     found = [head for seed in (0, 1) for x in [inputs(seed=seed)] for head in heads(x, {"o": attend(x, operand)["o"]})]
     assert sum("biased" in head.verdict.labels for head in found if head.verdict is not None) == biased
     assert sum(called_cut_off(head) for head in found) == biased
+
+
+def causal(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+
+@pytest.mark.parametrize("rows", [130, 300])
+def test_a_mean_of_torchs_tf32_is_no_fault(rows: int) -> None:
+    """SDPA's math rounds root(alpha) q and root(alpha) k, not q and k: 12 of 32 such heads were biased."""
+    found: list[HeadDiagnosis] = []
+    for seed in (1, 2):
+        x = inputs(rows=rows, width=64, seed=seed)
+        q, k, v = (nearest(x[name] * a) for name, a in (("q", 64**-0.25), ("k", 64**-0.25), ("v", 1.0)))
+        found += heads(x, {"o": nearest(causal(q @ k.mT).softmax(-1)) @ v})
+    assert not any("biased" in head.verdict.labels for head in found if head.verdict is not None)
+
+
+def in_parts(x: Tensor, y: Tensor) -> Tensor:
+    """x y of two TF32 parts each, cut off, without the product of the smaller ones (3xTF32)."""
+    (x1, x2), (y1, y2) = ((cut(t), cut(t - cut(t))) for t in (x, y))
+    return x2 @ y1 + x1 @ y2 + x1 @ y1
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 - 2.0**-20])
+def test_a_mean_of_products_in_tf32_parts_is_no_fault(factor: float) -> None:
+    """Torch's memory-efficient SDPA of FP32 on a GPU, 4e-7 nearer to zero, was "BIASED: the kernel's fault"."""
+    x = inputs(rows=512, width=64)
+    scores = causal(in_parts(x["q"], x["k"].mT) * 0.125)
+    probs = (scores - scores.amax(-1, keepdim=True)).exp()
+    o = factor * in_parts(probs, x["v"]) / probs.sum(-1, keepdim=True)
+    found = heads(x, {"o": o})
+    assert ["biased" in h.verdict.labels for h in found if h.verdict is not None] == [factor < 1] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize(("rows", "width"), [(130, 64), (512, 64), (1024, 128)])
+def test_torchs_own_on_a_gpu(
+    backend: SDPBackend, rows: int, width: int, monkeypatch: pytest.MonkeyPatch, *, tf32: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    x = {name: t.cuda() for name, t in inputs(rows=rows, width=width, seed=1).items()}
+    q, k, v = (x[name].requires_grad_() for name in "qkv")
+    with sdpa_kernel(backend):
+        o = scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradients = torch.autograd.grad(o, (q, k, v), x["do"])
+    made = {name: t.detach() for name, t in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True)}
+    found = heads({name: t.detach() for name, t in x.items()}, made)
+    assert not any({"biased", "wrong", "lossy"} & {*h.verdict.labels} for h in found if h.verdict is not None)
 
 
 def test_a_mean_of_fp32_products_is_the_kernels() -> None:

@@ -12,7 +12,10 @@ from typing import Any
 import planted_heads
 import pytest
 import torch
+from builders import some
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import attn_diag
 from attn_diag.analyses.patterns import find
@@ -23,6 +26,7 @@ from attn_diag.head.shown_ways import Shown, ShownWays
 from attn_diag.reference import AttentionHead, Masking, format_of
 
 T, D, ALPHA = 96, 64, 0.125
+LSE, PLAIN, SUMS = "from-l:fused:low", "unfused:scores:cast", "sums in blocks"
 BF16 = format_of(torch.bfloat16)
 OUTPUTS = ("o", "dq", "dk", "dv")
 Said = list[tuple[str, str, str | None, str]]
@@ -34,10 +38,22 @@ def head_of(seed: int) -> AttentionHead:
     return AttentionHead(4 * q, k, v, do, ALPHA, Masking("top-left"))
 
 
+def in_blocks(head: AttentionHead) -> dict[str, Tensor]:
+    """By torch's SDPA on a CPU, which adds dK and dV up in BF16."""
+    q, k, v, do = (t[None].bfloat16().requires_grad_() for t in (head.q, head.k, head.v, some(head.do)))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        o = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=ALPHA)[0]
+    gradients = torch.autograd.grad(o, (q, k, v), do.detach())
+    return {name: t[0].detach() for name, t in zip(OUTPUTS, (o, *gradients), strict=True)}
+
+
 def made_by(*recipes: str) -> dict[str, Any]:
     """A capture's tensors, [1, H, T, D], each head by another kernel (``counterfactual.run_counterfactual``)."""
     heads = [head_of(seed) for seed in range(len(recipes))]
-    made = [counterfactual.run_counterfactual(h, BF16, {}, recipe=r) for h, r in zip(heads, recipes, strict=True)]
+    made = [
+        in_blocks(h) if r == SUMS else counterfactual.run_counterfactual(h, BF16, {}, recipe=r)
+        for h, r in zip(heads, recipes, strict=True)
+    ]
     tensors = {name: torch.stack([getattr(head, name) for head in heads]) for name in ("q", "k", "v", "do")}
     tensors |= {name: torch.stack([one[name] for one in made]) for name in OUTPUTS}
     return {name: tensor[None].bfloat16() for name, tensor in tensors.items()}
@@ -50,11 +66,10 @@ def said(tensors: dict[str, Any]) -> list[Said]:
     return [[(q.quantity, q.answer, q.site, q.words) for q in h.quantities] for h in heads]
 
 
-LSE, PLAIN = "from-l:fused:low", "unfused:scores:cast"
-KNOWN = {LSE: {None, "lse"}, PLAIN: {"unfused"}, "fa2": {None}}
+KNOWN = {LSE: {None, "lse"}, PLAIN: {"unfused"}, "fa2": {None}, SUMS: {None, "gradient_accumulator"}}
 
 
-@pytest.mark.parametrize("recipes", [(LSE, LSE, PLAIN, "fa2"), ("fa2", PLAIN, PLAIN, LSE)])
+@pytest.mark.parametrize("recipes", [(LSE, LSE, PLAIN, "fa2"), ("fa2", PLAIN, PLAIN, LSE), (SUMS, SUMS, LSE, "fa2")])
 def test_heads_are_told_what_they_are_told_alone(recipes: tuple[str, ...]) -> None:
     tensors = made_by(*recipes)
     alone = [said({name: t[:, h : h + 1] for name, t in tensors.items()})[0] for h in range(len(recipes))]

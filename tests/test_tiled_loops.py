@@ -131,9 +131,21 @@ def test_identify_accuses_no_rows_of_a_kernel_that_rounds_once_a_tile(coarse: tu
     """'rounds otherwise in rows 77-127, too many in one place to be chance', against a recipe that rounds twice."""
     q, k, v, _ = inputs(torch.bfloat16, 80, t=128)
     found = attn_diag.identify(q, k, v, o=of_kernel(q, k, v, *coarse, causal=True, tile=64), causal=True, device="cpu")
-    assert (found.outcome, found.flaw) == ("unknown", None)
     said = {"O": "O's accumulator", "last l": "row sum", "1 / l": "1 / row sum"}[coarse[0]]
-    assert any(f"64-key tiles, ascending, with {said} in BF16" in note for note in found.notes)
+    loop = f"a loop over 64-key tiles, ascending, with {said} in BF16"
+    assert (found.outcome, found.flaw, found.loop) == ("unnamed", None, loop)
+    assert found.verdict.startswith(f"No recipe known here, but {loop}, has these bits.")
+
+
+def test_attribute_and_what_if_know_the_loop_that_inspect_names() -> None:
+    """They called the nearest recipe, with 91 % of the bits."""
+    q, k, v, do = inputs(torch.bfloat16, 80, t=128)
+    call: Any = {"o": of_kernel(q, k, v, "O", causal=True, tile=64), "do": do, "causal": True, "device": "cpu"}
+    said = "its bits are those of a loop over 64-key tiles, ascending, with O's accumulator in BF16, where fa2 keeps"
+    for head in attn_diag.attribute(q, k, v, **call).heads:
+        assert said in head.unfit
+        assert head.reasons[0].startswith(head.unfit)
+    assert said in attn_diag.what_if(q, k, v, only=["uncast-ds"], **call).unfit
 
 
 def test_an_undecided_head_whose_rounding_is_known_is_told_what_to_do() -> None:

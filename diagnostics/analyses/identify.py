@@ -29,6 +29,7 @@ from attn_diag.head.output_fit import out_fit
 from attn_diag.head.recipe_candidates import describe_schedule, family_name, known_name
 from attn_diag.head.recipe_search import LEVEL
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.head.tiled_loops import with_loop
 from attn_diag.head.unfused_bits import find_unfused
 from attn_diag.results.identification import Identification, Identifications, Misfitting, RankedRecipe
 from attn_diag.results.several import Several
@@ -112,7 +113,7 @@ def _identified(
     place = capture, name, batch, index
     found = None if rows is not None else _by_own_kernel(place, where)
     if found is None:
-        found = identify_head(*place, where, rows=rows, step=steps, loops=True)
+        found = with_loop(identify_head(*place, where, rows=rows, step=steps), *place)
     if found is None:
         raise InputError(f"{capture.source}: {why_not_compared(capture, name)}")
     result = _Report(capture, name, batch, index, found, where).result()
@@ -157,7 +158,8 @@ class _Report:
         c, found, ranking = self.capture, self.found, self._ranking()
         misfit, options = self._misfit() if found.outcome == "unknown" else (None, ())
         plain = find_unfused(found.subject) if found.outcome == "unknown" and misfit is None else None
-        best, names, outcome, flaw = ranking[0], found.names, found.outcome, found.flaw
+        best, names, flaw = ranking[0], found.names, found.flaw
+        outcome = "unnamed" if found.loop else found.outcome
         if plain is not None:
             outcome, flaw = "unnamed" if plain.flaw is None else "flawed", plain.flaw
         as_good = [r for t, r in zip(self.trials, ranking, strict=True) if t in found.as_good]
@@ -195,6 +197,7 @@ class _Report:
             misfit=misfit,
             options=options,
             not_fused=None if plain is None else plain.words,
+            loop=found.loop or None,
             flaw=None if flaw is None else Misfitting(
                 flaw.rows, flaw.features, flaw.elements, flaw.largest_ulp, flaw.words
             ),
@@ -235,14 +238,14 @@ class _Report:
 
     def _verdict(self, as_good: list[RankedRecipe], best: RankedRecipe, contested: int) -> str:
         outcome, names, hardware = self.found.outcome, self.found.names, self.found.hardware
-        equal = percent(best.agreement, ".3f")
-        looks = f"the roundings of {best.roundings}, {best.schedule}"
+        equal, looks = percent(best.agreement, ".3f"), f"the roundings of {best.roundings}, {best.schedule}"
+        if self.found.loop:
+            return f"No recipe known here, but {self.found.loop}, has these bits. Nearest, with {equal}: {looks}."
         if outcome == "unknown":
+            least = percent(self.found.threshold, ".2f")
             return (
-                f"Unknown: nothing tried has the observed bits in {percent(self.found.threshold, '.2f')} of O's "
-                "elements. "
-                f"Nearest, with {equal}: {looks}. A rounding site or an order of keys that is not modelled may be "
-                "missing."
+                f"Unknown: nothing tried has the observed bits in {least} of O's elements. Nearest, with {equal}: "
+                f"{looks}. A rounding site or an order of keys that is not modelled may be missing."
             )
         if outcome == "flawed":
             flaw = self.found.flaw
@@ -271,9 +274,8 @@ class _Report:
                     f"{together}: with sums of products as a Hopper tensor core makes them each has every bit of "
                     f"{hardware[0].elements} elements{other}; this input does not tell them apart."
                 )
-            nearest = f"{names[0]} comes nearest with {equal} of O's elements{self._summed}"
-            if hardware:
-                nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)"
+            by_bits = f"{names[0]} comes nearest with {equal} of O's elements{self._summed}"
+            nearest = f"{hardware[0].recipe} comes nearest (see the sums of a tensor core)" if hardware else by_bits
             return f"{together}: {nearest}, but this input does not tell them apart: {differ}."
         if hardware:
             second = next(m for m in hardware if m.missed)

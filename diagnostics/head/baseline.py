@@ -293,8 +293,9 @@ def find_baseline(
     (recipe,) = select_recipes(capture, [chosen], "emulation", needed=True).values()
     unfit = ""
     if wanted is None and found is not None:
-        unfit = f"No recipe that is known here made this O (nearest: {found.nearest}"
-        unfit += f"; {scale.words})." if scale is not None else ")."
+        nearest = found.nearest if scale is None else f"{found.nearest}; {scale.words}"
+        why = f": its bits are those of {found.loop}, where {recipe.name} keeps fp32"
+        unfit = f"No recipe that is known here made this O{why if found.loop else f' (nearest: {nearest})'}."
     return Baseline(recipe, recipe.name, "assumed" if wanted is None else "given", unfit=unfit)
 
 

@@ -51,6 +51,7 @@ def beside_well_rounded(
     first: QuantitySample | None = None,
     shown: ShownOfHead | None = None,
     outs: Sequence[Tensor | None] = (),
+    known: bool = False,
 ) -> QuantitySample:
     """Compare one quantity with what well-rounded kernels return for it.
 
@@ -69,6 +70,7 @@ def beside_well_rounded(
         first: That with the first of them, where it is made already.
         shown: What the first head of the capture shows, or is to show.
         outs: Of a gradient, the captured O of these heads.
+        known: Whether its rounding is known, and not looked for.
     """
     published = [c for c in counterfactuals if isinstance(c, Counterfactuals)]
     compared = Compared(
@@ -92,8 +94,8 @@ def beside_well_rounded(
         chosen = max(chosen, truncated, key=lambda s: float(s.counterfactual.sum()))
         found = chosen.ratio()
     coarse = above or (found is not None and found.high > AS_GOOD) or _stands_out(chosen)
-    if coarse and (known := _by_rounding(compared, chosen, shown)) is not None:
-        return known
+    if coarse and not known and (by_rounding := _by_rounding(compared, chosen, shown)) is not None:
+        return by_rounding
     # Where few rows carry the error its factor is hardly known; each row in units of its noise tells more.
     beyond = max((one.low for one in (found, typical) if one is not None), default=0.0)
     if (found is None or found.groups < 2) and len(chosen.error):  # a single row has no ratio with an interval

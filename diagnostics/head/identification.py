@@ -20,7 +20,6 @@ from attn_diag.head.flaws import Flaw, find_flaw
 from attn_diag.head.recipe_candidates import ALL_KEYS, describe_schedule, family_name, known_name, same_forward
 from attn_diag.head.recipe_rows import choose_rows, spread_rows, usable_rows
 from attn_diag.head.recipe_search import LEVEL, SearchedHead, Trial
-from attn_diag.head.tiled_loops import find_loops
 from attn_diag.kernels import PRESETS, Recipe, Schedule, emulate_head, preset
 from attn_diag.kernels.recipe import BACKWARD
 from attn_diag.results.identification import BackwardMatch, HardwareMatch
@@ -69,6 +68,8 @@ class IdentifiedHead:
     """Presets told apart by a tensor core's sums."""
     note: str = ""
     """Why dQ told nothing, where it might have."""
+    loop: str = ""
+    """A loop of a kernel of one's own that has O's bits, in words (``tiled_loops``); empty: none, or nobody looked."""
     recipe: Recipe | None = None
     """The recipe, forward and backward, that is taken to have made it; None where nothing fits."""
     name: str = ""
@@ -103,7 +104,6 @@ def identify_head(
     *,
     rows: int | None = None,
     step: Callable[[], None] = lambda: None,
-    loops: bool = False,
 ) -> IdentifiedHead | None:
     """Search for the recipe of one head, and judge what was found.
 
@@ -115,7 +115,6 @@ def identify_head(
         device: Where recipes are emulated.
         rows: So many query rows are compared at the end; None: as many as have 2^20 scores together, at least 128.
         step: Called after each recipe.
-        loops: Whether a kernel of one's own that is no recipe is looked for where none fits.
 
     Returns:
         None where no recipe covers the formats of inputs and O, and where no row can be compared.
@@ -136,23 +135,7 @@ def identify_head(
     broken = None if flaw is None or flaw.chance else flaw
     found = IdentifiedHead(subject, len(compared), trials, tried, least, broken)
     judge.choose(found, sampled)
-    unfit = found.outcome in ("flawed", "unknown") and (found.flaw is None or found.flaw.explained)
-    if loops and unfit and subject.observed.device.type == "cpu":
-        _by_loop(found, compared)
     return found
-
-
-def _by_loop(found: IdentifiedHead, rows: Tensor) -> None:
-    """Say what a kernel of one's own keeps in 16 bits from tile to tile: no recipe does, and no rows stand out."""
-    loops = find_loops(found.subject, rows)
-    words = None if loops is None else loops.words(found.subject.fmt)
-    if loops is None or words is None:
-        return
-    found.flaw, found.outcome, found.as_good, found.names = None, "unknown", [], []
-    found.recipe, found.name, found.backward, found.hardware = None, "", (), ()
-    tiles = {loop.tile for loop in loops.every}
-    in_tiles = f"{min(tiles)}-key tiles" if len(tiles) == 1 else "tiles"
-    found.note = f"its bits are those of a loop over {in_tiles}, ascending, with {words}, which no recipe here is"
 
 
 def nothing_fits(capture: Capture, observation: str, batch: int, head: int, device: torch.device) -> bool:

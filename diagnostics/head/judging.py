@@ -17,17 +17,15 @@ from attn_diag.head.counterfactual import covers
 from attn_diag.head.declared import beside_declared, with_scale_faults
 from attn_diag.head.head_stack import HeadStack
 from attn_diag.head.noise_directions import directions
-from attn_diag.head.propagation import BackwardCollector, ForwardErrors
+from attn_diag.head.propagation import ForwardErrors
 from attn_diag.head.quality import (
     LOSSY,
     Directions,
     QuantitySample,
     samples,
 )
+from attn_diag.head.shown_ways import Shown, ShownOfHead
 from attn_diag.head.streaming import ObservedHead, StreamedHead
-from attn_diag.reference import (
-    FloatFormat,
-)
 from attn_diag.statistics.arrays import dense
 
 
@@ -91,26 +89,38 @@ def _quality(
             fed=fed if covers(passed.truth.out_format) else None, clusters=clusters,
         )  # fmt: skip
         return beside if name != "o" else with_scale_faults(beside, observed, seen.outputs.get("lse"), declared, rows)
-    found = beside_well_rounded(
-        name, observed, truth, partial(_only, name), [passed.counterfactuals], variance=variance, fmt=fmt, rows=rows,
-        fed=fed, clusters=clusters, directions=_directions(passed, name), first=first, shown=passed.shown(seen.name),
+    shown, total = passed.shown(seen.name), partial(_only, name)
+    beside_usual = partial(
+        beside_well_rounded, name, observed, truth, total, [passed.counterfactuals], variance=variance, fmt=fmt,
+        rows=rows, fed=fed, clusters=clusters, directions=_directions(passed, name), first=first, shown=shown,
         outs=() if name == "o" else [seen.outputs.get("o")],
     )  # fmt: skip
-    if name == "dq" and fed is not None and backward is not None:
-        return named_sums(found, name, observed, fed, [backward], partial(_only, name), fmt)
-    return found
+    if name == "o" or fed is None or backward is None:
+        return beside_usual()
+    return with_sums(name, beside_usual, partial(made_in_blocks, name, observed, fed, [backward], total, fmt), shown)
 
 
-def named_sums(
-    found: QuantitySample, name: str, observed: Tensor, fed: Tensor, collectors: Sequence[BackwardCollector],
-    total: Callable[[Sequence[dict[str, Tensor]]], Tensor], fmt: FloatFormat,
-) -> QuantitySample:  # fmt: skip
-    """With sums in the inputs' format as the site, where they are what makes a gradient lossy."""
+def with_sums(
+    name: str, beside: Callable[..., QuantitySample], made: Callable[[], float], shown: ShownOfHead | None
+) -> QuantitySample:
+    """A gradient with sums in the inputs' format as the site, where they are what makes it lossy.
+
+    Args:
+        name: dq, dk or dv.
+        beside: ``beside_well_rounded`` of it but for ``known``.
+        made: ``made_in_blocks`` of it.
+        shown: Where the first head shows such sums, others are asked for them before any other way is looked for.
+    """
+    told = None if shown is None else shown.look(name)
+    by_sums = made() if told is not None and told.way == SUMS_IN_BLOCKS else 0.0
+    found = beside(known=by_sums > 0)
     ratio = found.ratio()
     if found.site is not None or ratio is None or ratio.high <= LOSSY:
         return found
-    made = made_in_blocks(name, observed, fed, collectors, total, fmt)
-    return replace(found, site=SUMS_IN_BLOCKS, made_by_site=made) if made else found
+    by_sums = by_sums or made()
+    if by_sums and shown is not None:
+        shown.put(name, Shown(SUMS_IN_BLOCKS, 0.0, None))
+    return replace(found, site=SUMS_IN_BLOCKS, made_by_site=by_sums) if by_sums else found
 
 
 def rows_without_keys(seen: ObservedHead, rows: npt.NDArray[np.bool_]) -> dict[str, tuple[int, int]]:

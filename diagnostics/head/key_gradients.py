@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_diag.captures.latent import of_latent
 from attn_diag.head.beside import beside_well_rounded
+from attn_diag.head.block_sums import made_in_blocks
 from attn_diag.head.counterfactual import Counterfactuals
 from attn_diag.head.declared import DeclaredKernel, beside_declared
 from attn_diag.head.gradient_sums import GradientSums
-from attn_diag.head.judging import named_sums
+from attn_diag.head.judging import with_sums
 from attn_diag.head.propagation import BackwardCollector, GradientParts, KeyShare, key_parts
 from attn_diag.head.quality import QuantitySample, samples
 from attn_diag.head.shown_ways import ShownOfHead
@@ -179,15 +181,16 @@ def key_quality(
             )  # fmt: skip
             continue
         others = [t.counterfactuals for t in of_head if not isinstance(t.counterfactuals, DeclaredKernel)]
-        one_found = beside_well_rounded(
-            name, observed, reference, total, others, variance=noise[h], fmt=fmt, rows=rows, fed=own_fed,
-            carriers=carriers[h], first=first, shown=of_head[0].shown,
-            outs=[t.out for t in of_head],
+        shown, collectors = of_head[0].shown, [t.backward for t in of_head if t.backward is not None]
+        beside = partial(
+            beside_well_rounded, name, observed, reference, total, others, variance=noise[h], fmt=fmt, rows=rows,
+            fed=own_fed, carriers=carriers[h], first=first, shown=shown, outs=[t.out for t in of_head],
         )  # fmt: skip
-        if name != "dkv" and own_fed is not None:
-            collectors = [t.backward for t in of_head if t.backward is not None]
-            one_found = named_sums(one_found, name, observed, own_fed, collectors, total, fmt)
-        found.append(one_found)
+        if name == "dkv" or own_fed is None:
+            found.append(beside())
+            continue
+        in_blocks = partial(made_in_blocks, name, observed, own_fed, collectors, total, fmt)
+        found.append(with_sums(name, beside, in_blocks, shown))
     return found
 
 

@@ -20,6 +20,7 @@ from attn_diag.head.output_fit import OutputFit
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, read_head, read_outputs
 from attn_diag.head.scale_fit import fit_scale
+from attn_diag.head.tiled_loops import with_loop
 from attn_diag.head.truth import HeadTruth, head_truth
 from attn_diag.kernels import Recipe
 from attn_diag.reference import FloatFormat
@@ -173,8 +174,10 @@ class OpenCapture:
         c = self.capture
         self.require_assumptions(observation)
         found = None if observation is None or recipe is not None else self.identify(observation, batch, head)
+        if observation is not None:
+            found = with_loop(found, c, observation, batch, head)
         scale = None
-        if found is not None and found.recipe is None:
+        if found is not None and found.recipe is None and not found.loop:
             fit = fit_scale(found.subject.inputs, found.subject.observed.double())
             scale = fit if fit is not None and fit.alone else None
         baseline = find_baseline(c, recipe, found, scale)

@@ -21,17 +21,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attn_diag.captures.capture import Capture
+from attn_diag.head.baseline import compared_rows
 from attn_diag.head.bit_matches import Match
 from attn_diag.head.from_lse import FROM_LSE, from_lse
+from attn_diag.head.identification import IdentifiedHead
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.recipe_rows import in_one_tile, seeing_few, usable_rows
-from attn_diag.head.recipe_search import LEVEL, MISSED_BY_SUMS, SearchedHead, threshold
+from attn_diag.head.recipe_search import LEVEL, MISSED_BY_SUMS, SearchedHead, read_subject, threshold
 from attn_diag.kernels import preset
 from attn_diag.kernels.formats import Format, base
 from attn_diag.reference import AttentionHead, FloatFormat
 from attn_diag.reference.masking import adds
 
 _TILES = (16, 32, 64, 128)
+# A search goes through every tile, on rows of so many keys at most.
+MOST_KEYS = 2**13
 # Whether m is in 16 bits, and what is done to P: exp as it comes or, of any operand, in fp32 (autocast), P cast before
 # its sum, or multiplied by V in fp32. "kernel": P cast for P V, all else in fp32.
 _OF_STORED = ((True, ""), (True, "autocast"), (False, ""), (False, "cast"))
@@ -195,6 +200,28 @@ def find_loops(subject: SearchedHead, rows: Tensor) -> KnownLoops | None:
         return None
     best = found[0][1]
     return KnownLoops(tuple(loop for loop, match in found if best.compare(match).p_value > LEVEL))
+
+
+def with_loop(
+    found: IdentifiedHead | None, capture: Capture, observation: str, batch: int, head: int
+) -> IdentifiedHead | None:
+    """What the search for a head's recipe found, with the loop that has its bits where no recipe has: no rows stand out
+    then."""
+    if found is None or capture.lengths(batch)[1] > MOST_KEYS:
+        return found
+    unfit = found.outcome in ("flawed", "unknown") and (found.flaw is None or found.flaw.explained)
+    device = torch.device("cpu")
+    subject = read_subject(capture, observation, batch, head, device) if unfit else None
+    loops = None if subject is None else find_loops(subject, compared_rows(*capture.lengths(batch), device))
+    words = None if loops is None else loops.words(found.subject.fmt)
+    if loops is None or words is None:
+        return found
+    tiles = {loop.tile for loop in loops.every}
+    in_tiles = f"{min(tiles)}-key tiles" if len(tiles) == 1 else "tiles"
+    return IdentifiedHead(
+        found.subject, found.rows, found.trials, found.tried, found.threshold, flaw=None,
+        loop=f"a loop over {in_tiles}, ascending, with {words}",
+    )  # fmt: skip
 
 
 def _fitting(subject: SearchedHead, rows: Tensor, some: Sequence[TiledLoop]) -> list[tuple[TiledLoop, Match]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attn_diag.head.fp32_in_bf16 import (
@@ -21,11 +22,18 @@ from attn_diag.head.fp32_in_bf16 import (
 )
 from attn_diag.head.no_recipe import NARROW, TF32, coarsest
 from attn_diag.kernels.formats import parse, round_to
-from attn_diag.reference import AttentionHead, Dropout, FloatFormat, round_nearest_even, ulp
+from attn_diag.reference import AttentionHead, Dropout, FloatFormat, reference_rows, round_nearest_even, ulp
 from attn_diag.reference.fused import reference_of
 
 # Errors of O of no more spacings are those of products in fp32; TF32's are from a thousand on.
 _FINE = 64
+# Products of TF32 parts leave, squared, 0.46 to 0.62 of O's error on an H200 (fp32 sums are the rest), and of that of
+# other sums in fp32 all.
+_FROM_PARTS = 0.8
+# Standard errors of a mean that shows.
+_CLEAR = 3.0
+# Rows whose scores are held at once.
+_ROWS = 256
 # Of ln alpha, for a slope: its square is far below the slope's own size, and it is far above float64's roundings.
 _STEP = 2.0**-12
 
@@ -90,14 +98,28 @@ class TruncatedInputs:
         if cast == self._fmt:
             return None
         if bool(fine):
-            return self._at_fp32_factors(error, rows)
+            return self._from_parts(error, truth, rows) or self._at_fp32_factors(error, rows)
         for name in dict.fromkeys((cast.name, "bf16")):
-            found = reference_of(_cut(self._head, name), key_gradients=False)
-            made = (found.out - truth)[rows]
-            follows = float((error * made).sum() / made.square().sum().clamp(min=1e-300))
-            if 0.5 < follows < 1.5:
-                return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
+            for head in _rounded(self._head, name):
+                found = reference_of(head, key_gradients=False)
+                made = (found.out - truth)[rows]
+                follows = float((error * made).sum() / made.square().sum().clamp(min=1e-300))
+                if 0.5 < follows < 1.5:
+                    return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
         return None
+
+    def _from_parts(self, error: Tensor, truth: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
+        """O and delta of products of TF32 parts that are cut off (``from_tf32_parts``), where O's errors are those."""
+        scores, towards = len(self._head.q) * len(self._head.k), (error * truth[rows].sign()).sum(1)
+        if coarsest(self._head, self._fmt, self._stored) != TF32 or scores > MOST_SCORES or len(rows) < 2:
+            return None
+        if not bool(towards.sum() < -_CLEAR * math.sqrt(len(rows)) * towards.std()):
+            return None
+        out = from_tf32_parts(self._head)
+        left = (error - (out - truth)[rows]).square().sum()
+        if not bool(left <= _FROM_PARTS * error.square().sum() > 0):
+            return None
+        return {"o": out} | ({} if self._head.do is None else {"delta": (self._head.do * out).sum(1)})
 
     def _at_fp32_factors(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
         """O and delta at the softmax scale, and 1 / (1 - p) of dropout, that kernels have in fp32: of those known, at
@@ -169,6 +191,40 @@ def _fp32_drops(dropout: Dropout | None) -> tuple[float, ...]:
     kept = float(np.float32(1 - dropout.p))
     factors = dropout.factor, float(np.float32(dropout.factor)), float(np.float32(1 / kept)), 1 / kept
     return tuple(one / dropout.factor for one in factors)
+
+
+def _rounded(head: AttentionHead, to: str) -> Iterator[AttentionHead]:
+    """With operands rounded to nearest: as they are, times the root of alpha (SDPA's math), and V, of which the mean
+    is, alone."""
+    yield _cut(head, to)
+    if head.scale > 0:
+        root = math.sqrt(head.scale)
+        q, k = (round_to(x * root, parse(to)) / root for x in (head.q, head.k))
+        yield replace(_cut(head, to), q=q, k=k)
+    yield replace(head, v=round_to(head.v, parse(to)))
+
+
+def from_tf32_parts(head: AttentionHead) -> Tensor:
+    """O [Tq, Dv], float64, of products x y = x1 y1 + x1 y2 + x2 y1 of fp32 numbers, all else exact ("3xTF32").
+
+    x1 is x cut off to TF32, x2 what that leaves, cut off too: so CUTLASS multiplies (``OpMultiplyAddFastF32``), and
+    torch's memory-efficient SDPA. What is lost has the sign of x y: O is 4e-7 of itself nearer to zero.
+    """
+    (q1, q2), (k1, k2), (v1, v2) = (_parts(x) for x in (head.q, head.k, head.v))
+    of_parts = replace(head, q=torch.cat([q1, q1, q2], 1), k=torch.cat([k1, k2, k1], 1), do=None)
+    found = []
+    for rows in torch.split(torch.arange(len(q1), device=q1.device), _ROWS):
+        block = reference_rows(of_parts, rows)
+        p1, p2 = _parts(head.drop(block.unnormalised_probs, block.rows, block.keys))
+        keys = block.keys
+        found.append((p1 @ v1[keys] + p1 @ v2[keys] + p2 @ v1[keys]) * block.inverse_row_sum[:, None])
+    return torch.cat(found)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    cut = parse(f"{TF32.name}:toward-zero")
+    first = round_to(x, cut)
+    return first, round_to(x - first, cut)
 
 
 def _cut(head: AttentionHead, how: str) -> AttentionHead:

@@ -135,7 +135,7 @@ class Identification(OneHead, Result):
     """flawed: one or several fit, but for elements that do not (``flaw``);
     identified: one preset fits and no other does as well; ambiguous: several fit equally well on this input;
     unnamed: modelled roundings fit in a schedule that no preset has, or those of attention that is not fused, which
-    ``not_fused`` names; unknown: nothing reaches ``threshold``."""
+    ``not_fused`` names, or of a loop, which ``loop`` names; unknown: nothing reaches ``threshold``."""
     recipes: tuple[str, ...]
     """The presets that fit, best first."""
     verdict: str
@@ -163,6 +163,8 @@ class Identification(OneHead, Result):
     not_fused: str | None = None
     """Where nothing fused fits: what attention that is not fused stores, if that has the bits (``recipes`` is empty and
     ``candidates`` are fused ones that do not fit); null where it has not."""
+    loop: str | None = None
+    """Likewise the loop of a kernel of one's own, and what it keeps in 16 bits where good kernels keep fp32."""
     schema: Literal["attn-diag-identification"] = "attn-diag-identification"
     schema_version: Literal[1] = 1
 

@@ -189,7 +189,12 @@ def _rows(found: HeadAttribution) -> Iterator[str]:
 def _repairs(found: HeadAttribution, main: str) -> Iterator[str]:
     if not found.repairs:
         return
-    steps = [f"the {_words(found, step.site)} exact leaves {percent(step.left[main])}" for step in found.repairs]
+    left = [found.totals[main].error, *(step.left[main] for step in found.repairs)]
+    # They are dQ's: those of its backward change nothing in O.
+    changing = [step for step, before in zip(found.repairs, left, strict=False) if step.left[main] != before]
+    if not changing:
+        return
+    steps = [f"the {_words(found, step.site)} exact leaves {percent(step.left[main])}" for step in changing]
     start = f"{SYMBOLS[main]}'s error of {percent(found.totals[main].error)}"
     yield f"Repairs, one after the other, of {start}: {'; also '.join(steps)}."
 

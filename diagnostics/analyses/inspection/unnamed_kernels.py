@@ -23,13 +23,11 @@ from attn_diag.head.quality import LOSSY, QuantitySample
 from attn_diag.head.read_lse import WAYS, backwards_of_read_lse
 from attn_diag.head.recipe_changes import coarse_words
 from attn_diag.head.recipe_search import SearchedHead, read_subject
-from attn_diag.head.tiled_loops import KnownLoops, backwards, find_loops
+from attn_diag.head.tiled_loops import MOST_KEYS, KnownLoops, backwards, find_loops
 from attn_diag.head.unfused import OF_BACKWARD, named
 from attn_diag.kernels import Recipe
 from attn_diag.results.quality import Quantity
 
-# A search goes through every schedule, on rows of so many scores each.
-_MOST_KEYS = 2**13
 # It is made on the first heads that ask and have nothing that others showed: some are broken, or show little.
 _MOST_ASKED = 3
 # Gradients are made in all rows at once, in seven ways.
@@ -80,7 +78,7 @@ class UnnamedKernels:
                 return words
         if part is None or (first is not None and _stands_out(part.quality["o"])):
             return None
-        if capture.lengths(part.batch)[1] > _MOST_KEYS:
+        if capture.lengths(part.batch)[1] > MOST_KEYS:
             return None
         if patterns.held(observation, part):
             return None

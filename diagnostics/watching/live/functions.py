@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from attn_diag.watching.live.jagged_calls import JAGGED
+from attn_diag.watching.live.kernels import operators
 from attn_diag.watching.live.methods import method_spaces, methods
-from attn_diag.watching.live.rings import TORCH_RING, ring_functions
+from attn_diag.watching.live.rings import RING_HOMES, TORCH_RING, ring_functions
 from attn_diag.watching.live.sites import (
     EAGER,
     FLASH_ATTN,
@@ -34,6 +35,7 @@ _FLASH_ATTN = (
     ("flash_attn_interface", "flash_attn_3::fwd"),
 )
 _NESTED = "torch.nested._internal.ops"
+_IMPLEMENTATIONS = "transformers.modeling_utils"
 _TORCH_HOMES = ("torch.nn.functional", "torch.nn.attention.flex_attention", _NESTED, TORCH_RING)
 
 
@@ -68,6 +70,14 @@ def attention_functions() -> Iterator[tuple[AttentionSite, Function]]:
             yield TRANSFORMERS if _theirs(function) else REGISTERED, function
 
 
+def may_have_functions(module: str) -> bool:
+    """Whether a module of this name, loaded or not, may have attention functions."""
+    if module.startswith("transformers."):
+        return module == _IMPLEMENTATIONS or ".modeling_" in module
+    known = (*_TORCH_HOMES, *(home for home, _ in _FLASH_ATTN), *RING_HOMES)
+    return module in known or any(o.is_function and o.name.partition(":")[0] == module for o in operators())
+
+
 def _theirs(function: Function) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("transformers.")
 
@@ -77,7 +87,7 @@ def _transformers_implementations() -> Namespace:
 
     Their names stay what they are, so that AttentionMaskInterface goes on making the mask that each expects.
     """
-    loaded = sys.modules.get("transformers.modeling_utils")
+    loaded = sys.modules.get(_IMPLEMENTATIONS)
     table: Namespace = getattr(getattr(loaded, "AttentionInterface", None), "_global_mapping", {})
     return table
 

@@ -26,7 +26,8 @@ from attn_diag.watching.live.backlog import Backlog, Thread
 from attn_diag.watching.live.cuda_graphs import GraphRecordings
 from attn_diag.watching.live.flex_calls import FlexCall, flex_backward
 from attn_diag.watching.live.functions import COMPILED, Namespace, attention_functions, namespaces_with
-from attn_diag.watching.live.observer import Observer
+from attn_diag.watching.live.imports import ImportWatch
+from attn_diag.watching.live.observer import Observer, sequences_of
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall
 from attn_diag.watching.live.operators import OperatorOverrides
 from attn_diag.watching.live.overwritten import HeldByOperators, as_given, of_operator
@@ -64,6 +65,7 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = Thread()
+_imports = ImportWatch(lambda: refresh(wait=False))  # another thread may wait for this very import
 # How many calls there were of FlexAttention, or of what may be it.
 flex_calls = 0
 
@@ -97,6 +99,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
         backlog.begin()
         flex_graphs.prepare(observer)
         recordings.install()
+        _imports.begin()
         try:
             if functions:
                 _of_functions.append(observer)
@@ -121,6 +124,7 @@ def remove(observer: Observer) -> None:
                 _replace()
         if not _observers:
             recordings.remove()
+            _imports.end()
 
 
 def look(observer: Observer, *, wanted: bool) -> None:
@@ -155,14 +159,18 @@ def looks(observer: Observer) -> bool:
     return observer in _looking
 
 
-def refresh() -> None:
-    """Look for attention functions again if modules were imported since."""
-    with _lock:
-        if _observers and len(sys.modules) != _modules_seen:
-            _replace()
-            # FlexAttention may be among what was imported.
-            for observer in _observers:
-                flex_graphs.prepare(observer)
+def refresh(*, wait: bool = True) -> None:
+    """Look for attention functions again if modules were imported since; ``wait`` while another thread looks."""
+    if not _observers or len(sys.modules) == _modules_seen or not _lock.acquire(blocking=wait):
+        return
+    try:
+        _replace()
+        # FlexAttention, or what registers operators, may be among what was imported.
+        for observer in _observers:
+            flex_graphs.prepare(observer)
+        meet_operators()
+    finally:
+        _lock.release()
 
 
 def _replace() -> None:
@@ -275,7 +283,7 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         if site.ring:
             _thread.hops = None
     if tap.operator is not None:
-        tap.operator.sequences = _sequences(met)
+        tap.operator.sequences = sequences_of(met)
     if _thread.calls == before:  # no inner attention function was told of
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
         if site is SDPA:
@@ -325,12 +333,6 @@ def _tell(met: list[tuple[Observer, Any]], read: Callable[[], Fields | None], re
         observer.counts(one)
 
 
-def _sequences(met: list[tuple[Observer, Any]]) -> int | None:
-    """So many sequences, the first, are all that those look at who want the call; None: every one."""
-    wanted = [observer.sequences for observer, one in met if one.wanted]
-    return None if None in wanted else max((n for n in wanted if n is not None), default=None)
-
-
 def _composite(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _looking or _in_ring() or in_cuda_graph():
         return original(*args, **kwargs)
@@ -351,7 +353,7 @@ def _forward(call: OperatorCall) -> None:
 
 def _ran(call: OperatorCall, made_by: MadeBy | None = None) -> list[tuple[Observer, Any]]:
     met = _met(call.module, made_by, call)
-    call.sequences = _sequences(met)
+    call.sequences = sequences_of(met)
     _tell(met, lambda: {**of_operator(call), "operator": call}, None)
     return met
 

@@ -285,7 +285,8 @@ _SAGE_2 = ("qk_int8_pv_fp16_triton", "qk_int8_pv_fp16_cuda", "qk_int8_pv_fp8_cud
 
 
 def _of_sage(name: str) -> FusedOperator:
-    return FusedOperator(f"sageattention.core:{name}", f"SageAttention {name}", "", (), reads=_sage)
+    # 1.0.6 takes the mean of its caller's k off, in place.
+    return FusedOperator(f"sageattention.core:{name}", f"SageAttention {name}", "", (), reads=_sage, holds=True)
 
 
 def _of_flashinfer(name: str, reads: Callable[[Given], Given]) -> FusedOperator:

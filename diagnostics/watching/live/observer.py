@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from attn_diag.watching.live.call import CallPlace
@@ -116,3 +117,9 @@ class Observer(Protocol):
     def forked(self) -> None:
         """This is a forked child now: be gone, without waiting for a lock."""
         ...
+
+
+def sequences_of(met: Sequence[tuple[Observer, Any]]) -> int | None:
+    """So many sequences, the first, are all that those look at who want the call; None: every one."""
+    wanted = [observer.sequences for observer, one in met if one.wanted]
+    return None if None in wanted else max((n for n in wanted if n is not None), default=None)

@@ -209,3 +209,4 @@ _RINGS = (
     _of_package("zigzag_ring_flash_attn", "zigzag_ring_flash_attn", "zigzag"),
     _of_package("stripe_flash_attn", "stripe_flash_attn", "striped"),
 )
+RING_HOMES = tuple(ring.module for ring in _RINGS)
