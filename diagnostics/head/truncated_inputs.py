@@ -127,7 +127,7 @@ class TruncatedInputs:
         factors = torch.stack([true.flatten(), self._slope()["o"][rows].flatten()], 1)
 
         def beside_factors(errors: Tensor) -> Tensor:
-            fitted = torch.linalg.lstsq(factors, errors.reshape(-1, 1)).solution
+            fitted: Tensor = torch.linalg.lstsq(factors, errors.reshape(-1, 1)).solution
             return errors - (factors @ fitted).view_as(errors)
 
         made, observed = (beside_factors(x) for x in ((from_tf32_parts(self._head) - truth)[rows], error))
