@@ -12,7 +12,7 @@ from attn_diag.reports.quantities import DQ_ERROR, FACTOR, label_names
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.findings import SharedFinding
 from attn_diag.results.heads import CaptureDiagnosis, HeadDiagnosis, ObservationDiagnosis
-from attn_diag.results.quality import KEPT_OPEN
+from attn_diag.results.quality import KEPT_OPEN, NO_GRADIENT
 from attn_diag.results.wording import SYMBOLS, file_name, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["headline", "next_command", "of_observations", "opening", "style"]
@@ -112,9 +112,9 @@ def next_command(diagnosis: Diagnosis) -> Line:
                 "Next", "nothing is needed; to be rid of the rounding, keep in fp32 what it casts, or fuse the kernel."
             )
         return Line("Next", "capture more rows or sequences of these heads, and inspect again.")
-    more = (
-        " To judge the gradients too, capture do and dq." if all(e[2].propagation.dq is None for e in entries) else ""
-    )
+    if all(any(NO_GRADIENT in missing for missing in e[2].not_judged) for e in entries):
+        return Line("Next", words.LOST_GRADIENT)
+    more = " To judge the gradients too, capture do and dq." * all(e[2].propagation.dq is None for e in entries)
     return Line("Next", f"nothing to do here; if training goes wrong, look at other layers and steps.{more}")
 
 

@@ -99,6 +99,13 @@ def numbers(head: HeadDiagnosis) -> Iterator[str]:
         yield f"rows left out: {', '.join(left_out)}; {head.rows_all} analysed"
 
 
+LOST_GRADIENT = (
+    "see where the gradient is lost: dO is zero where nothing of the loss comes from here (no labels), behind an "
+    "output projection of zeros, where FP16 underflows, or in a backward that drops it (compiled code: does it in "
+    "eager code too?)."
+)
+
+
 def not_judged(missing: Sequence[str]) -> str | None:
     """What was not judged, quantities with one reason together; None where nothing is missing."""
     reasons: dict[str, list[str]] = {}

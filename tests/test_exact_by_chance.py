@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import attn_diag
+from attn_diag.reports.opening import headline, next_command
 from attn_diag.results.quality import QuantityVerdict
 
 ROWS, KEYS_AT_ONCE = 100, 32
@@ -68,3 +71,20 @@ def test_errors_of_more_query_rows_than_keys_add_up() -> None:
 def test_what_no_rounding_leaves_is_found_there_too(kind: str) -> None:
     found = [one for one in judged(*inputs(kind, 0), doubled=True) if one.quantity == "dq"]
     assert {one.answer for one in found} <= {"wrong", "lossy"}, [one.words for one in found]
+
+
+def test_where_no_gradient_comes_nothing_is_said_of_the_backward() -> None:
+    """Of a dO of zeros (a compiler's backward that lost them) it was "PASS: O, dQ, dK and dV are as good as …"."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 96, 32, generator=draw).bfloat16() for _ in range(3))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    zeros: dict[str, Any] = {name: torch.zeros_like(q) for name in ("do", "dq", "dk", "dv")}
+    found = attn_diag.inspect(q, k, v, o=o, causal=True, **zeros)
+    line = headline(found)
+    assert "O is as good as a well-rounded kernel's" in line
+    assert "Not judged: LSE and delta (not captured), dQ, dK and dV (dO is zero in every row: no gradient" in line
+    assert "no gradient comes to this head, and nothing is said of its backward" in found.report()
+    assert next_command(found).said.startswith("see where the gradient is lost")
+    # What is made of no gradient is still held to be zero.
+    wrong = attn_diag.inspect(q, k, v, o=o, causal=True, **(zeros | {"dk": k}))
+    assert headline(wrong).startswith("WRONG")

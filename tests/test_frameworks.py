@@ -108,6 +108,25 @@ def test_a_step_that_no_optimizer_ended_is_counted_all_the_same(tmp_path: Path) 
     }  # fmt: skip
 
 
+def test_what_is_sampled_before_the_first_step_is_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of TRL's GRPOTrainer each token of the first completion was a step: 16 in a run of four."""
+    model = nano_gpt().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = Session(1, tmp_path / "captures", {})
+    watching.begin(model, 0)
+    for step in range(2):
+        for _ in range(30):
+            with torch.no_grad():
+                next_token_loss(model, tokens(step))
+        torch.autograd.backward(next_token_loss(model, tokens(step)))
+        optimizer.step()
+        watching.step_ended(step + 1)
+    watching.close()
+    assert steps(watching.monitor) == [0, 1]
+    assert {path.name[:10] for path in (tmp_path / "captures").glob("*.safetensors")} == {"step000000", "step000001"}
+    assert not caplog.text
+
+
 def test_alarms_go_on_where_the_run_before_stopped() -> None:
     """By the same callback; without the history the second check alone would be the first that is not finite."""
     watching = Session(1, None, {})

@@ -44,6 +44,8 @@ def _stored(x: Tensor, levels: int | None, fault: str) -> Tensor:
         x = (codes * width + (0 if fault == "zero point" else zero)).flatten(3).bfloat16()
     if fault == "scale":
         x = x * torch.tensor([1.0, 1.25])[:, None, None].bfloat16()
+    if fault == "wrong token":
+        x = torch.cat([x[:, :, :20], x[:, :, 19:20], x[:, :, 21:]], 2)
     if fault == "lost key":
         x = torch.cat([x[:, :, :20], x[:, :, 21:]], 2)
     return x
@@ -71,6 +73,13 @@ def test_a_lost_zero_point_is_named_and_its_calls_are_compared(levels: int) -> N
     assert [(c.kind, c.label) for c in found.causes] == [("storage", "unnamed")]
     assert "in heads 0-1: a zero point that is lost or another" in found.headline
     assert found.tokens == LENGTH
+
+
+def test_a_token_that_is_written_over_is_no_cache_of_few_bits() -> None:
+    """Token 20 holds token 19's: it was "k is 18.3 % off …, as a cache below 16 bits makes it"."""
+    found = _run(None, "wrong token")
+    assert [(c.kind, c.label) for c in found.causes] == [("storage", "unnamed")]
+    assert "k in 1 of 48 tokens and v in 1 of 48 tokens is another, and all else is as it was put" in found.headline
 
 
 @pytest.mark.parametrize("levels", [None, 15])

@@ -85,6 +85,41 @@ def test_what_runs_inside_is_told_of_instead(tmp_path: Path) -> None:
     assert "SDPA" in str(only(recorder).metadata.kernel)
 
 
+@pytest.mark.parametrize("lost", ["detached", "returned None", ""])
+def test_a_gradient_that_does_not_come_is_told(lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A k that was detached inside left a capture without dK, and no word."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ctx.save_for_backward(q, k, v)
+            return plain(q, k, v, 0.3, torch.zeros(8, 8, dtype=torch.bool))
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor) -> Any:
+            with torch.enable_grad():
+                q, k, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                o = plain(q, k, v, 0.3, torch.zeros(8, 8, dtype=torch.bool))
+            dq, dv = torch.autograd.grad(o, (q, v), do)
+            return dq, None, dv
+
+    @attn_diag.observe
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if lost == "returned None":
+            return Own.apply(q, k, v)  # type: ignore[no-untyped-call, no-any-return]
+        return plain(q, k.detach() if lost else k, v, 0.3, torch.zeros(8, 8, dtype=torch.bool))
+
+    with attn_diag.capture(None, tmp_path) as recorder:
+        torch.autograd.backward(theirs(*operands(1, 2, 8, 8)).square().sum())
+    assert ("dk" in only(recorder).tensors) == (not lost)
+    assert ("no gradient came to k from an attention call whose O has one" in caplog.text) == bool(lost)
+    frozen = [t.detach() if n == 1 else t for n, t in enumerate(operands(1, 2, 8, 8))]
+    caplog.clear()
+    with attn_diag.capture(None, tmp_path / "frozen"):
+        torch.autograd.backward(of_heads(*frozen, softmax_scale=0.3).square().sum())
+    assert not caplog.text
+
+
 def test_the_debugger_stops_behind_a_wrong_one() -> None:
     found: list[Any] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +61,18 @@ def test_the_right_derivative_is_not_accused(factor: float, seed: int) -> None:
     assert "softcap" not in found["dq"].words + found["dk"].words
     if factor == 1:
         assert {one.answer for one in found.values()} <= {"good", "undecided", "stated"}
+
+
+def test_a_backward_is_not_said_to_be_wrong_alone_where_o_is_wrong_too() -> None:
+    """Of a mask before the softcap dV was "a sink … in the backward alone (O has the right one)", beside a wrong O."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 160, 32, generator=draw).bfloat16() for _ in range(4))
+    hidden = torch.ones(160, 160, dtype=torch.bool).triu(1)
+    inputs = [t.float().requires_grad_() for t in (q, k, v)]
+    scores = (inputs[0] @ inputs[1].mT / 32**0.5).masked_fill(hidden, -1e30)
+    o = (5 * torch.tanh(scores / 5)).softmax(-1) @ inputs[2]
+    made = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, inputs, do.float()), strict=True))
+    outputs: dict[str, Any] = {name: t.detach().bfloat16() for name, t in {"o": o, **made}.items()}
+    told = attn_diag.inspect(q, k, v, do=do, causal=True, softcap=5.0, **outputs).report()
+    assert "applied before the softcap" in " ".join(told.split())
+    assert "O has the right one" not in " ".join(told.split())

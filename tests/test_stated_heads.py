@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import stated_heads as kernels
 import torch
+from builders import some
 from stated_heads import SINKS, SLOPES
 
 import attn_diag
@@ -21,7 +22,7 @@ from attn_diag.testing.hunting.hunt import drawn_capture
 from attn_diag.testing.hunting.inputs import Material
 from attn_diag.testing.next_command import Again
 from attn_diag.testing.other_function import as_counted, fit_of, nearly, other_limit
-from attn_diag.testing.probing.search import limit_suspect
+from attn_diag.testing.probing.search import Suspect, limit_suspect
 from attn_diag.testing.regression import cases as suite
 from attn_diag.testing.seen_keys import mask_fault
 from attn_diag.testing.stated import Stated, fitting, hides_appended, same_function
@@ -289,6 +290,20 @@ def test_a_softcap_that_is_not_stated_leads_to_a_command_that_states_it() -> Non
     assert limit_suspect(given, kernels.plain(given.q, given.k, given.v), CPU) is None
     too_small = (0.997 * kernels.plain(given.q.float(), given.k.float(), given.v.float())).bfloat16()
     assert limit_suspect(given, too_small, CPU) is None
+
+
+def test_a_softcap_of_coarse_scores_is_no_scale() -> None:
+    """x-transformers' softclamp in BF16: "it scales by 0.119169, not 0.125 (sure)", as a scale took two thirds away."""
+    given = case("pairs")
+
+    def coarse(factor: float, cap: float) -> Suspect | None:
+        scores = (given.q @ given.k.mT) * (factor * given.q.shape[3] ** -0.5)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -1e30)
+        return limit_suspect(given, (scores.float().softmax(-1).to(given.v.dtype) @ given.v), CPU)
+
+    assert some(coarse(1.0, 10.0)).words == "it caps its scores at 10 (softcap)"
+    assert some(coarse(0.95, 0.0)).words.startswith("it scales by ")
 
 
 def test_a_softcap_near_the_stated_one_is_no_other_scale() -> None:

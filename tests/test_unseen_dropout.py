@@ -28,7 +28,7 @@ def made(p: float, causal: bool, seed: int, kind: str = "dropout", length: int =
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
     shape = {"rows alike": (1, 2, 1, length), "keys alike": (1, 2, length, 1)}.get(kind, scores.shape)
     kept = (torch.rand(shape, generator=draw) >= p).expand(scores.shape)
-    weights = kept / (1.0 if kind == "without the factor" else 1 - p)
+    weights = kept / {"without the factor": 1.0, "the factor twice": (1 - p) ** 2}.get(kind, 1 - p)
     probs = scores.softmax(-1) * weights
     if kind == "before the row sum":
         probs = scores.masked_fill(~kept, -1e30).softmax(-1)
@@ -69,6 +69,18 @@ def test_what_no_dropout_makes_is_none(kind: str) -> None:
         if kind != "before the row sum":  # which is dropout, though a wrong one
             capture, _ = made(p, causal=False, seed=seed, kind=kind)
             assert in_size(*heads(capture)[0], torch.arange(160)) is None, seed
+
+
+@pytest.mark.parametrize("p", [0.2, 0.3])
+def test_a_factor_that_is_multiplied_in_twice_is_no_larger_p(p: float) -> None:
+    """Of p = 0.2 it was "attention dropout with p = 0.36", though 16 % of the probabilities were 0."""
+    capture, _ = made(p, causal=True, seed=1, kind="the factor twice")
+    found = in_weights(heads(capture), format_of(torch.bfloat16))
+    assert found is not None
+    assert found.twice
+    assert found.p == pytest.approx(p, rel=0.02)
+    assert "whose factor 1 / (1 - p) is multiplied in twice" in found.sentence
+    assert f"{found.zeros} of {found.weights} probabilities are 0" in found.sentence
 
 
 def test_dropout_without_its_factor_is_wrong_by_name() -> None:

@@ -27,9 +27,14 @@ from attn_diag.reference.fused import reference_of
 
 # Errors of O of no more spacings are those of products in fp32; TF32's are from a thousand on.
 _FINE = 64
-# Products of TF32 parts leave, squared, 0.46 to 0.62 of O's error on an H200 (fp32 sums are the rest), and of that of
-# other sums in fp32 all.
-_FROM_PARTS = 0.8
+# O's errors are so many times those of a way that makes them, beside what else makes some.
+_FOLLOWS = 0.5, 1.5
+# Of products of parts: 0.41 to 0.91 times (H200; CUTLASS's second part is rounded in another way than to nearest).
+_FOLLOWS_PARTS = 0.25
+# O is by so much nearer to zero at most: 2.8e-7 to 4.5e-7 of itself (H200, 130 to 2,048 keys).
+_CUT_SUMS = 2.0**-20
+# Standard errors of how closely errors follow a way, whose rows are independent.
+_SURE = 4.0
 # Standard errors of a mean that shows.
 _CLEAR = 3.0
 # Rows whose scores are held at once.
@@ -98,28 +103,49 @@ class TruncatedInputs:
         if cast == self._fmt:
             return None
         if bool(fine):
-            return self._from_parts(error, truth, rows) or self._at_fp32_factors(error, rows)
+            return self._from_parts(out, truth, rows) or self._at_fp32_factors(error, rows)
         for name in dict.fromkeys((cast.name, "bf16")):
             for head in _rounded(self._head, name):
                 found = reference_of(head, key_gradients=False)
                 made = (found.out - truth)[rows]
                 follows = float((error * made).sum() / made.square().sum().clamp(min=1e-300))
-                if 0.5 < follows < 1.5:
+                if _FOLLOWS[0] < follows < _FOLLOWS[1]:
                     return {"o": found.out} | ({} if found.delta is None else {"delta": found.delta})
         return None
 
-    def _from_parts(self, error: Tensor, truth: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
-        """O and delta of products of TF32 parts that are cut off (``from_tf32_parts``), where O's errors are those."""
+    def _from_parts(self, out: Tensor, truth: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
+        """O and delta as they are, where O's errors follow those of products of TF32 parts (``from_tf32_parts``), and O
+        is no nearer to zero than these and a tensor core's sums, which are cut off too, make it."""
+        error = (out - truth)[rows]
         scores, towards = len(self._head.q) * len(self._head.k), (error * truth[rows].sign()).sum(1)
         if coarsest(self._head, self._fmt, self._stored) != TF32 or scores > MOST_SCORES or len(rows) < 2:
             return None
         if not bool(towards.sum() < -_CLEAR * math.sqrt(len(rows)) * towards.std()):
             return None
-        out = from_tf32_parts(self._head)
-        left = (error - (out - truth)[rows]).square().sum()
-        if not bool(left <= _FROM_PARTS * error.square().sum() > 0):
+        true = truth[rows]
+        # Sums that are cut off move S, and O, by a factor, which tells nothing.
+        factors = torch.stack([true.flatten(), self._slope()["o"][rows].flatten()], 1)
+
+        def beside_factors(errors: Tensor) -> Tensor:
+            fitted: Tensor = torch.linalg.lstsq(factors, errors.reshape(-1, 1)).solution
+            return errors - (factors @ fitted).view_as(errors)
+
+        made, observed = (beside_factors(x) for x in ((from_tf32_parts(self._head) - truth)[rows], error))
+        by_row, squares = (observed * made).sum(1), made.square().sum(1)
+        follows = float(by_row.sum() / squares.sum().clamp(min=1e-300))
+        sure = _SURE * float((by_row - follows * squares).square().sum().sqrt() / squares.sum().clamp(min=1e-300))
+        if (
+            not _FOLLOWS_PARTS < follows < _FOLLOWS[1]
+            or follows < sure
+            or -towards.sum() > _CUT_SUMS * true.abs().sum()
+        ):
             return None
         return {"o": out} | ({} if self._head.do is None else {"delta": (self._head.do * out).sum(1)})
+
+    def _slope(self) -> dict[str, Tensor]:
+        """O and delta by ln alpha; an error of 2^-24 is lost in float64 beside the roundings of two references."""
+        up, down = (self.at_scale(1 + step) for step in (_STEP, -_STEP))
+        return {name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up}
 
     def _at_fp32_factors(self, error: Tensor, rows: Tensor) -> dict[str, Tensor] | None:
         """O and delta at the softmax scale, and 1 / (1 - p) of dropout, that kernels have in fp32: of those known, at
@@ -131,11 +157,7 @@ class TruncatedInputs:
         every = list(product(_fp32_scales(self._head.scale), _fp32_drops(self._head.dropout)))
         if set(every) == {(1.0, 1.0)}:
             return None
-        # An error of 2^-24 is lost in float64 beside the roundings of two references: the slope is taken.
-        up, truth, down = (self.at_scale(1 + step) for step in (_STEP, 0.0, -_STEP))
-        slope: dict[str, Tensor] = {
-            name: (up[name] - down[name]) / (2 * _STEP) for name in ("o", "delta") if name in up
-        }
+        slope, truth = self._slope(), self.at_scale(1.0)
 
         def moved(name: str, scale: float, dropped: float) -> Tensor:
             return (scale - 1) * slope[name] + (dropped - 1) * truth[name]
@@ -207,8 +229,8 @@ def _rounded(head: AttentionHead, to: str) -> Iterator[AttentionHead]:
 def from_tf32_parts(head: AttentionHead) -> Tensor:
     """O [Tq, Dv], float64, of products x y = x1 y1 + x1 y2 + x2 y1 of fp32 numbers, all else exact ("3xTF32").
 
-    x1 is x cut off to TF32, x2 what that leaves, cut off too: so CUTLASS multiplies (``OpMultiplyAddFastF32``), and
-    torch's memory-efficient SDPA. What is lost has the sign of x y: O is 4e-7 of itself nearer to zero.
+    x1 is x cut off to TF32, x2 what that leaves, rounded to it: so CUTLASS multiplies (``OpMultiplyAddFastF32``), and
+    torch's memory-efficient SDPA. What is lost has the sign of x y: O is 2e-7 of itself nearer to zero.
     """
     (q1, q2), (k1, k2), (v1, v2) = (_parts(x) for x in (head.q, head.k, head.v))
     of_parts = replace(head, q=torch.cat([q1, q1, q2], 1), k=torch.cat([k1, k2, k1], 1), do=None)
@@ -222,9 +244,8 @@ def from_tf32_parts(head: AttentionHead) -> Tensor:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    cut = parse(f"{TF32.name}:toward-zero")
-    first = round_to(x, cut)
-    return first, round_to(x - first, cut)
+    first = round_to(x, parse(f"{TF32.name}:toward-zero"))
+    return first, round_to(x - first, parse(TF32.name))
 
 
 def _cut(head: AttentionHead, how: str) -> AttentionHead:

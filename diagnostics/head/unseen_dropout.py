@@ -30,6 +30,8 @@ _CHANCE = 4.0
 # The variance of |e_t|^2 over rows may be so many times what dropout's few large terms make it: other noise in P has
 # none such.
 _LOW, _HIGH = 0.3, 3.0
+# The zeros have to be so many times as probable under a factor that was multiplied in twice as under one that was not.
+_TWICE = 1000.0
 # Where one term makes most of |e_t|^2 its relative variance is 1 / p and more.
 _TELLING = 2.0
 # Rows of independent errors: |sum of n unit vectors|^2 is n in the mean.
@@ -48,19 +50,30 @@ class UnseenDropout:
     """The squared error of O that these weights leave in their rows."""
     reference: float
     """The squared norm of the reference there."""
+    zeros: int = 0
+    """How many of the weights are 0."""
+    twice: bool = False
+    """Whether the others are 1 / (1 - p)^2: the factor was multiplied in twice."""
 
     @property
     def words(self) -> str:
         """What it is."""
-        return f"attention dropout with p = {self.p:.2g} whose mask was not captured"
+        twice = " and whose factor 1 / (1 - p) is multiplied in twice" * self.twice
+        return f"attention dropout with p = {self.p:.2g} whose mask was not captured{twice}"
 
     @property
     def sentence(self) -> str:
         """What shows it, and what to do."""
+        factor, add = 1 / (1 - self.p), "Add the mask (dropout_mask, bool [B, Hq, Tq, Tk], True: kept, and dropout_p; "
+        shown = f"each of {self.weights} probabilities is 0 or {factor:.3g} times what it is without"
+        if self.twice:
+            shown = (
+                f"{self.zeros} of {self.weights} probabilities are 0, and the others {factor**2:.3g} times what they "
+                f"are without, where once makes {factor:.3g}"
+            )
         return (
-            f"it is {self.words}: where rows see few keys, each of {self.weights} probabilities is 0 or "
-            f"{1 / (1 - self.p):.3g} times what it is without. Add the mask (dropout_mask, bool [B, Hq, Tq, Tk], True: "
-            "kept, and dropout_p; a seed does not tell it), or capture with dropout 0 (model.eval())."
+            f"it is {self.words}: where rows see few keys, {shown}. {add}a seed does not tell it), or capture with "
+            "dropout 0 (model.eval())."
         )
 
 
@@ -87,6 +100,8 @@ def in_weights(
     if unscaled != (abs(factor - 1) < _LEAST):
         return None
     p = zeros / count if unscaled else 1 - 1 / factor if factor > 0 else 0.0
+    if twice := not unscaled and p > 0 and _is_twice(p, zeros, count):
+        p = 1 - math.sqrt(1 - p)
     alike = (weights[kept] / factor - 1).abs() < _NEAR
     by_chance = _CHANCE * math.sqrt(p * (1 - p) / count) + 1 / count if 0 < p < 1 else 0.0
     if not _LEAST <= p <= _LARGEST or alike.double().mean() < _MOST or abs(zeros / count - p) > by_chance:
@@ -104,7 +119,14 @@ def in_weights(
     for row in found:
         error += float((factor * (row.weights > factor / 2).double() @ row.parts - row.observed).square().sum())
         reference += float(row.parts.sum(0).square().sum())
-    return UnseenDropout(p, count, error, reference)
+    return UnseenDropout(p, count, error, reference, zeros, twice)
+
+
+def _is_twice(p: float, zeros: int, count: int) -> bool:
+    """Whether so many zeros tell that 1 / (1 - p), the factor of the others, is another p's, multiplied in twice."""
+    once = 1 - math.sqrt(1 - p)
+    odds = zeros * math.log(once / p) + (count - zeros) * math.log((1 - once) / (1 - p))
+    return odds > math.log(_TWICE)
 
 
 @dataclass(frozen=True)

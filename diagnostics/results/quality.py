@@ -15,6 +15,8 @@ LOSSY, AS_GOOD = 1.25, 1.1
 
 BEYOND_FORMAT = "beyond format"
 """The kind of a pattern of rows that are further off than the format below 16 bits makes, which others show."""
+NO_GRADIENT = "dO is zero in every row: no gradient comes here"
+"""Why gradients are not judged that are zeros, as none came."""
 UNSEEN_DROPOUT = "unseen dropout"
 """The kind of a pattern that dropout without its mask would make, which is no fault."""
 MASK_UNSEEN = "whose mask was not captured"

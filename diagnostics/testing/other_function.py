@@ -149,7 +149,9 @@ def other_limit(case: CaseInputs, o: Tensor, device: torch.device) -> OtherFunct
     scaled = scaled_reading(capture, DEFAULT_OBSERVATION, device, stated.error / 2)
 
     def below(fit: OutputFit) -> float:
-        return min(_MOST * stated.error, _ROUNDINGS * fit.rounding)
+        # A kernel that is coarse besides leaves more than one rounding; then it is to explain more than a scale does.
+        beside = 0.0 if scaled is None else _MOST * scaled.error
+        return min(_MOST * stated.error, max(_ROUNDINGS * fit.rounding, beside))
 
     capped = capped_reading(capture, DEFAULT_OBSERVATION, device, below)
     known = [reading for reading in (scaled, capped) if reading is not None]

@@ -28,6 +28,7 @@ from attn_diag.analyses.patterns.of_capture import CapturePatterns
 from attn_diag.analyses.patterns.of_groups import with_others_faults
 from attn_diag.analyses.patterns.of_nan import with_finite_rows
 from attn_diag.analyses.patterns.of_scales import with_proven_scale, with_scales
+from attn_diag.analyses.verdicts import judged
 from attn_diag.analyses.verdicts import quality as judging
 from attn_diag.analyses.verdicts.dmask import judge_sums
 from attn_diag.captures.absorbed import WithoutAbsorbedRows
@@ -104,9 +105,8 @@ class CaptureJob:
         self.truths = KeptTruths(keep)
         self.group, self.census = capture.q_heads // capture.kv_heads, NonFiniteCensus()
         self.measured: dict[str, dict[int, list[HeadMeasurement]]] = {}
-        # observation -> key head -> "dk" or "dv" -> one item a sequence
+        # observation -> key head -> "dk" or "dv" -> one item a sequence, and keys with NaN or Inf
         self.key_sums: dict[str, dict[int, dict[str, list[KeyGradient]]]] = {}
-        # observation -> key head -> "dk" or "dv" -> keys with NaN or Inf
         self.broken_keys: dict[str, dict[int, Counter[str]]] = {}
         self.entries, self.by_key_head = dict[str, list[Entry]](), dict[str, tuple[KvHeadDiagnosis, ...]]()
         self.shared, self.notes = dict[int, dict[int, SharedRows]](), list[str]()  # head -> sequence
@@ -126,8 +126,7 @@ class CaptureJob:
 
     @property
     def takes_one_core(self) -> bool:
-        """Whether it is to leave other cores to others."""
-        # Triton's interpreter runs one kernel at a time.
+        """Whether it is to leave other cores to others: Triton's interpreter runs one kernel at a time."""
         return self.device.type == "cpu" and takes_one_core(self.capture) and self.engine == "emulation"
 
     def begin(self) -> None:
@@ -295,11 +294,12 @@ class CaptureJob:
         c, sequences = self.capture, len(self.batches)
         dw_q = {head: dw_q_of(parts) for head, parts in measured.items()}
         quantities = {head: self._quantities(name, head, parts) for head, parts in measured.items()}
-        quantities = with_others_faults(quantities, self.group, c.metadata.head_offset)
-        missing = judging.not_judged(
+        quantities, idle = judged.of_heads(with_others_faults(quantities, self.group, c.metadata.head_offset), measured)
+        missing = judged.not_judged(
             {q.quantity for found in quantities.values() for q in found if q.answer != "stated"},
             captured=c.observations.get(name, ()),
             with_do="do" in c.tensors,
+            idle=idle,
             covered=self.declared is not None or covers(format_of(c.tensors["q"].dtype)),
             of_a_rank="own_dk" in c.tensors,
             absorbed=self.absorbed,

@@ -231,7 +231,9 @@ def _remarks(parts: Sequence[HeadMeasurement], sequences: int, independent: int)
         yield f"Sequences look at keys that they share: all {sequences} count {then}."
     tested, gradients = sum(len(p.tested) for p in parts), [p.with_gradient for p in parts]
     some = sum(int(g.sum()) for g in gradients if g is not None)
-    if all(g is not None for g in gradients) and 2 * some < tested:
+    if all(g is not None for g in gradients) and tested and not some:
+        yield f"dO is zero in all {tested} rows: no gradient comes to this head, and nothing is said of its backward."
+    elif all(g is not None for g in gradients) and 2 * some < tested:
         yield f"dO is zero in {tested - some} of {tested} rows: delta and dQ are tested over the other {some}."
 
 

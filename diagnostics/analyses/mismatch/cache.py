@@ -45,6 +45,8 @@ class CacheChange:
     """By query head found over put, where that is no rounding."""
     shifted: tuple[int, ...]
     """Query heads in which found - put is for the most part one number a feature, or one a token."""
+    replaced: tuple[int, int] | None = None
+    """Where few tokens have others and all else is as put, bit for bit: how many of how many, at most, in a head."""
 
 
 def changed_in_cache(heads: Sequence[tuple[int, RunRows]], unit: float) -> dict[str, CacheChange]:
@@ -73,11 +75,17 @@ def changed_in_cache(heads: Sequence[tuple[int, RunRows]], unit: float) -> dict[
 
 def _change(heads: Mapping[int, tuple[Tensor, ...]], unit: float) -> CacheChange:
     apart = size = 0.0
-    factors, shifted = {}, []
+    factors, shifted, others = {}, [], list[tuple[int, int]]()
+    few = True
     for head, (found, put) in heads.items():
         d = found - put
         error, square = float(d.square().sum()), float(put.square().sum())
         apart, size = apart + error, size + square
+        changed = d.square().sum(1)
+        off = changed > 0
+        # A token of small numbers may round to none of them; one that is twice its own size off is another's.
+        few &= 2 * int(off.sum()) < len(d) and bool((changed[off] > _ONE_BIT**2 * put.square().sum(1)[off]).all())
+        others.append((int(off.sum()), len(d)))
         if not square or min(put.shape) < _MANY or error <= (_ROTATED * unit) ** 2 * square:
             continue
         if _constant(d) > _MOST * error:
@@ -88,7 +96,8 @@ def _change(heads: Mapping[int, tuple[Tensor, ...]], unit: float) -> CacheChange
         # Of levels so far apart the mean is what their places make it: one bit from least to greatest has g above 1.
         if e <= _ONE_BIT and abs(g - 1) > e * e + _CHANCE * e / math.sqrt(put.numel()) + _ROTATED * unit:
             factors[head] = g
-    return CacheChange(math.sqrt(apart / size) if size else 0.0, factors, tuple(shifted))
+    replaced = max(others) if few and apart else None
+    return CacheChange(math.sqrt(apart / size) if size else 0.0, factors, tuple(shifted), replaced)
 
 
 def _constant(d: Tensor) -> float:
@@ -112,6 +121,15 @@ def cache_words(run: RunName, changes: Mapping[str, CacheChange]) -> tuple[str, 
             why = "another scale" if most > 1 else "another scale, or numbers that are clipped"
             told.append(f"{name} is {by} times what was put there in {runs_of('head', tuple(change.factors))}: {why}")
     words = f"{run}'s cache no longer holds what was put there: {apart}"
+    if (replaced := [(name, change) for name, change in changes.items() if change.apart]) and all(
+        change.replaced for _, change in replaced
+    ):
+        where = " and ".join(
+            f"{name} in {change.replaced[0]} of {plural(change.replaced[1], 'token')}"
+            for name, change in replaced
+            if change.replaced
+        )
+        return f"{words}, which no rounding makes: {where} is another, and all else is as it was put", False
     if told:
         return f"{words}, which rounding alone does not make; {'; '.join(told)}", False
     if max(change.apart for change in changes.values()) > _ONE_BIT:

@@ -10,6 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.rotation import other_angles
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.small_words import words_of
 from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
@@ -76,6 +77,8 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
             words, rounding = cache_words(run, changes)
             cause = _cause(found.layer, "storage", run, words, fitted=True, place="projection")
             causes.append(cause if rounding else replace(cause, label="unnamed"))
+    if not any(c.kind in ("position", "weights", "storage") for c in causes):
+        causes += _angles(found)
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
@@ -253,6 +256,19 @@ def _positions(found: ComparedLayer) -> Iterator[MismatchCause]:
             f"{plural(abs(positions), 'position')}"
         )
         explained = min(r.explained for r in found.rotations if r.positions == positions)
+        yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
+
+
+def _angles(found: ComparedLayer) -> Iterator[MismatchCause]:
+    turned = other_angles([(h.sequence, *h.rows) for h in found.heads], found.unit)
+    if turned:
+        which, most = " and ".join(one.which for one in turned), max(turned, key=lambda one: one.size)
+        are = "is" if len(turned) == 1 else "are"
+        words = (
+            f"RoPE's angles are others (another base, scaling or precision): {which} of rollout {are} train's with "
+            f"each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
+        )
+        explained = min(one.explained for one in turned)
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 

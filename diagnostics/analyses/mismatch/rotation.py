@@ -1,8 +1,12 @@
-"""Whether q and k of one run are those of the other, rotated as RoPE rotates a token at another position.
+"""Whether q and k of one run are those of the other, rotated as RoPE rotates a token at another position, or otherwise.
 
 RoPE turns feature pair i of the token at position p by p theta_i, theta_0 = 1 and falling with i (Su et al.,
 "RoFormer", arXiv 2104.09864). A position that is off by n turns it by n theta_i more: pair 0 by n radians
 whatever the base, which tells n, and the other pairs by n times something that falls from 1 to 0.
+
+Angles in a lower precision, another base or other frequencies turn each pair of a token by some angle, the same in all
+heads. Rounding changes a pair's length as much as its direction: such angles take at most half of that away, and of
+pairs that have nothing to do with each other less than 0.8.
 """
 
 from __future__ import annotations
@@ -152,6 +156,54 @@ def _pairs(x: Tensor, interleaved: bool) -> Tensor:
     half = x.shape[1] // 2
     parts = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
     return torch.complex(*(part.contiguous() for part in parts))
+
+
+@dataclass(frozen=True)
+class OtherAngles:
+    """q or k of the second run are those of the first, each pair of a token turned by some angle."""
+
+    which: str
+    """q or k."""
+    pair: int
+    """The pair that is turned most, from 0."""
+    size: float
+    """Its angles' root mean square over tokens, in radians."""
+    explained: float
+    """The part of the squared difference that the angles take away."""
+
+
+def other_angles(heads: Both, unit: float) -> list[OtherAngles]:
+    """Other angles of q, and of k, that explain how far they are apart; empty where there are none.
+
+    Args:
+        heads: The rows of both runs.
+        unit: The largest relative error of one rounding.
+    """
+    found = []
+    for which in "qk":
+        rows = [(number, a.tokens, getattr(a, which), getattr(b, which)) for number, a, b in heads]
+        apart = sum(float((b - a).square().sum()) for _, _, a, b in rows)
+        if apart > unit**2 * sum(float(a.square().sum()) for _, _, a, _ in rows):
+            fits = [_turned(which, rows, apart, *layout) for layout in _layouts(rows[0][2].shape[1])]
+            found += [max(fits, key=lambda fit: fit.explained)] if fits else []
+    return [one for one in found if one.explained >= _EXPLAINS]
+
+
+def _turned(which: str, rows: _Rows, apart: float, width: int, interleaved: bool) -> OtherAngles:
+    pairs = [(_pairs(a[:, :width], interleaved), _pairs(b[:, :width], interleaved)) for _, _, a, b in rows]
+    sums: dict[tuple[int, int], Tensor] = {}
+    places = [[(number, token) for token in tokens.tolist()] for number, tokens, _, _ in rows]
+    for own, (one, other) in zip(places, pairs, strict=True):
+        for place, entry in zip(own, one.conj() * other, strict=True):
+            sums[place] = sums.get(place, 0) + entry
+    left = sum(float((b[:, width:] - a[:, width:]).square().sum()) for _, _, a, b in rows)
+    for own, (one, other) in zip(places, pairs, strict=True):
+        angles = torch.stack([sums[place] for place in own]).angle()
+        left += float((other * torch.polar(torch.ones_like(angles), -angles) - one).abs().square().sum())
+    by_token = torch.stack(list(sums.values()))
+    # A pair that is next to nothing has any angle, and weighs as little.
+    sizes = ((by_token.abs() * by_token.angle().square()).sum(0) / by_token.abs().sum(0)).sqrt()
+    return OtherAngles(which, int(sizes.argmax()), float(sizes.max()), 1 - left / apart)
 
 
 def _real(z: Tensor, interleaved: bool) -> Tensor:

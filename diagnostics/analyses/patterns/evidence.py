@@ -101,6 +101,17 @@ class Evidence:
         """Whether it belongs to the backward."""
         return self.quantity in ("dq", "dk", "dv")
 
+    def alone(self, forward_right: str) -> str:
+        """Where a mistake is that the gradients show: in the backward alone, unless O is wrong as well.
+
+        Args:
+            forward_right: What is said of a forward that is right.
+        """
+        both = zip(self.captured, self.references, strict=False)
+        pairs = [(returned["o"], known.out) for returned, known in both if "o" in returned]
+        wrong = any(float((o - out).norm()) > TOLERANCE * float(out.norm()) for o, out in pairs)
+        return "in the backward" if wrong else f"in the backward alone ({forward_right})"
+
     @cached_property
     def noise(self) -> Tensor:
         """[n], a well-rounded kernel's expected squared error in each row, its last rounding at least."""

@@ -54,7 +54,7 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
                 slab = open_slab(other, evidence.quantity, rows, lse, delta)
                 found.append(slab.total(slab.weights()))
         said = mistake.words if len(heads) == 1 else mistake.of_several
-        where = f"in the backward alone ({mistake.forward_right})"
+        where = evidence.alone(mistake.forward_right)
         yield Guess(mistake.kind, f"are what {said} {where} gives", torch.stack(alone).sum(0))
         yield Guess(mistake.kind, f"are what {said} throughout gives", torch.stack(whole).sum(0))
 

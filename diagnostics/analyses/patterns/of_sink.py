@@ -51,9 +51,9 @@ def of_gradient(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
             for found, own_lse, own_delta in ways:
                 slab = open_slab(head, evidence.quantity, rows, own_lse, own_delta)
                 found.append(slab.total(slab.weights()))
-        where = "in the backward alone (O has the right one)"
-        if words.startswith("no sink"):
-            where = "in the backward alone (the sink is in O, not in the gradients)"
+        where = evidence.alone(
+            "the sink is in O, not in the gradients" if words.startswith("no sink") else "O has the right one"
+        )
         said = words if len(evidence.heads) == 1 or "head" not in words else "sinks of other heads"
         yield Guess("sink", f"are what {said} {where} gives", torch.stack(alone).sum(0))
         if evidence.quantity != "dv":

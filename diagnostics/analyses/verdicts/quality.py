@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -18,7 +17,15 @@ from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import NOT_JUDGED, OR_WRONG, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
+from attn_diag.results.quality import (
+    NOT_JUDGED,
+    OR_WRONG,
+    Answer,
+    Pattern,
+    Quantity,
+    QuantityVerdict,
+    no_rounding,
+)
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
@@ -30,7 +37,6 @@ _ROUNDED_DELTA = 16.0
 # inputs to FP8 150.
 _HUGE = 100.0
 _ORDER: tuple[Answer, ...] = ("nonfinite", "wrong", "lossy", "undecided", "good", "stated")
-_NO_KEY = "rows to which the mask leaves no key have a gradient"
 ALONE = "inputs of this format have no published recipe to compare with, only the truth"
 SITES = {
     "dscores_from": "dS multiplies the cast P, one rounding more (torch's efficient kernel)",
@@ -240,7 +246,7 @@ def with_empty_rows(
     """
     name = SYMBOLS[verdict.quantity]
     if absorbed:
-        words = f"{name} of {_items(absorbed)} has a part of rows that see no key, {NOT_JUDGED}"
+        words = f"{name} of {batch_items(absorbed)} has a part of rows that see no key, {NOT_JUDGED}"
         return replace(verdict, words=f"{verdict.words} {words}")
     broken, other = (sum(c[i] for c in counts) for i in (0, 1))
     if not broken and not other:
@@ -306,45 +312,6 @@ def _answered(found: QuantityVerdict, answer: Answer, words: str, *patterns: Pat
     return replace(found, answer=answer, words=words, patterns=patterns)
 
 
-def not_judged(
-    judged: Collection[str],
-    *,
-    captured: Collection[str],
-    with_do: bool,
-    covered: bool = True,
-    of_a_rank: bool = False,
-    absorbed: Mapping[str, Sequence[int]] = MappingProxyType({}),
-) -> tuple[str, ...]:
-    """The quantities of ``CAPTURED`` that are not among ``judged``, or not in each sequence, with the reason.
-
-    Args:
-        judged: Names of quantities.
-        captured: Those that the observation holds.
-        with_do: Whether dO was captured.
-        covered: Whether there is a published recipe for the inputs' format.
-        of_a_rank: Whether dK and dV are those of one rank's keys, summed over rows that other ranks have.
-        absorbed: Of outputs the batch items in which rows without keys make an unknown part; see ``captures.absorbed``.
-    """
-    # A gradient of both uses of one latent stands in for dK and dV, and is missed by nobody.
-    spared = ("dk", "dv") if "dkv" in captured else ("dkv",)
-    missing = [n for n in CAPTURED if n not in judged and (n not in spared or n in captured)]
-
-    def why(name: str) -> str:
-        if name not in ("o", "lse") and not with_do:
-            return "no dO"
-        if name in ("dk", "dv") and of_a_rank:
-            return "summed over the rows of other ranks: give their files too"
-        if name in absorbed:
-            return _NO_KEY
-        if name not in captured:
-            return "not captured"
-        return "not compared" if covered else "no well-rounded kernel of this format to compare with"
-
-    said = [f"{SYMBOLS[name]} ({why(name)})" for name in missing]
-    said += [f"{SYMBOLS[n]} of {_items(absorbed[n])} ({_NO_KEY})" for n in CAPTURED if n in judged and n in absorbed]
-    return tuple(said)
-
-
-def _items(numbers: Sequence[int]) -> str:
+def batch_items(numbers: Sequence[int]) -> str:
     """ "batch items 0-2"."""
     return f"batch {'item' if len(numbers) == 1 else 'items'} {ranges(list(numbers))}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict
 from attn_diag.errors import InputError
 from attn_diag.printing import printable
 from attn_diag.watching.live.capturing import capture as new_capture
+from attn_diag.watching.live.clock import TRAINS
 from attn_diag.watching.live.recorder import Recorder
 from attn_diag.watching.monitoring.alarm import Alarm, AlarmRule
 from attn_diag.watching.monitoring.monitor import Monitor
@@ -120,6 +121,7 @@ class Session:
             InputError: an option cannot be used.
         """
         self.end()
+        trains = TRAINS.set(True)
         try:
             self._begin(model, first_step)
         except InputError:
@@ -128,6 +130,8 @@ class Session:
         except Exception as error:
             self.close()
             complain(error)
+        finally:
+            TRAINS.reset(trains)
 
     def _begin(self, model: nn.Module, first_step: int) -> None:
         before = list(self._history(first_step))

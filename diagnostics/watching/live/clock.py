@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,9 @@ BY_PASSES = (
     "no optimizer's step() was seen, and the gradients were cleared before every forward pass: each pass counts as a "
     "step from now on; where that is not so, call end_step() after every step"
 )
+# Whether what is watched from now on is known to train: passes before the first that does are no steps then (an RL
+# trainer samples first).
+TRAINS: ContextVar[bool] = ContextVar("TRAINS", default=False)
 # So many forward passes are waited for a step, where no optimizer of torch.optim has the parameters, and where one has
 # (its gradients may be those of many passes, or all be skipped).
 _PASSES, _PASSES_OF_ONE = 20, 512

@@ -149,7 +149,7 @@ class Projections:
         batch, _, rows, _ = q.shape
         if not q.numel():
             return None  # a batch of nothing, from which nothing is learned
-        prefix = f"{module}." if module else ""
+        prefix = self._around(module)
         near = [s for s in reversed(self.recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
         if module not in self.known:
             there = [(s.layer, s.name, y[:1, :ROWS]) for s in near if (y := by_rows(s.y, batch, rows)) is not None]
@@ -164,6 +164,12 @@ class Projections:
             self.recent.remove(seen)
         x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
+
+    def _around(self, module: str) -> str:
+        """How the names of its linear layers begin: those of the module around it where it has none of its own."""
+        if module and not any(name.startswith(f"{module}.") for name in self._names.values()):
+            module = module.rpartition(".")[0]
+        return f"{module}." if module else ""
 
 
 class MadeWith:

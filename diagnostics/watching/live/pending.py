@@ -60,13 +60,14 @@ class Pending:
 
     Attributes:
         copy_dq: dQ is the gradient at the projection too (a bias alone lies between).
+        lost: which of q, k and v need a gradient and got none in a step in which O did.
     """
 
     def __init__(self, call: AttentionCall, guarded: Guard, finished: Callable[[Pending], None]) -> None:
         self.call, self._guarded, self._finished = call, guarded, finished
         self._missing: set[str] = set()
         self._handles: list[Any] = []
-        self.copy_dq = False
+        self.copy_dq, self.lost = False, ""
         self._kept: list[StorageWeakRef] = []
         self._version = 0
         self._last_row: Tensor | None = None
@@ -210,6 +211,7 @@ class Pending:
             self._to_come.leave(self)
         # A gradient at the projection that never came (a frozen model) does not take the others along.
         if self.call.do is not None and self._missing:
+            self.lost += "".join(sorted(name[-1] for name in self._missing.intersection(_INPUTS)))
             self._missing.clear()
             self._finished(self)
 
@@ -237,6 +239,7 @@ class Pending:
 
         def arrived(grad: Tensor | None) -> None:
             if name in self._spoilt or grad is None or is_batched(grad):
+                self.lost += name[-1] if grad is None and name in _INPUTS else ""
                 self._arrived(name)
                 return
             grad = grad.detach()

@@ -19,6 +19,7 @@ from attn_diag.watching.live.untraced import passed_by
 SHARDED = "w_q is left out: the weight is sharded over ranks while attention runs"
 STORED_OTHERWISE = "w_q is left out: the projection stores no numbers of 16 bits or more from which it could be read"
 NO_PROJECTION = "x and w_q are left out: no matrix product of the compiled code was found that makes q"
+NO_LAYER = "x and w_q are left out: no linear layer was found that makes q"
 # Loaded once something is compiled that inductor, or what is built on AOTAutograd, runs.
 _COMPILER = "torch._functorch.aot_autograd"
 
@@ -157,6 +158,8 @@ class QueryProjections:
                 self._in_graphs.follow(pending, in_graph, name)
         elif compiled and self._model is not None:
             call.notes.append(NO_PROJECTION)
+        elif self._model is not None and name is not None and self.in_layers.watching:
+            call.notes.append(NO_LAYER)
 
 
 passed_by(QueryProjections.passed.__code__)

@@ -86,6 +86,10 @@ IN_A_FUNCTION = (
     "gradients are left out of attention that an autograd function calls in its forward, as its backward does not go "
     "through that call; torch.utils.checkpoint.checkpoint(..., use_reentrant=False) around attention is seen with them"
 )
+LOST = (
+    "no gradient came to {} from an attention call whose O has one, though it needs one: it may be detached in the "
+    "call, or the call's own backward return None for it"
+)
 # Engines that keep keys where no call names them: what of theirs is met, and what is not.
 ENGINES = {
     "vllm": "vLLM's unified_attention_with_output is given the new keys alone: choose its FLASH_ATTN or "

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_diag.watching.live import intercept
 from attn_diag.watching.live.call import AttentionCall, CallPlace, Listener
-from attn_diag.watching.live.clock import BY_PARAMETERS, UNSTEPPED, Clock
+from attn_diag.watching.live.clock import BY_PARAMETERS, TRAINS, UNSTEPPED, Clock
 from attn_diag.watching.live.harmless import harmless, run_harmlessly
 from attn_diag.watching.live.linear_layers import FAST_PATHS, MadeWith, first_head, is_run_compiled
 from attn_diag.watching.live.losses import reason_of
@@ -28,7 +28,7 @@ from attn_diag.watching.live.query_projections import QueryProjections
 from attn_diag.watching.live.sites import Fields, Graph
 from attn_diag.watching.live.spread_heads import ASSUMED, SpreadHeads
 from attn_diag.watching.live.stream_capture import in_cuda_graph
-from attn_diag.watching.live.unseen import IN_A_FUNCTION, Unseen
+from attn_diag.watching.live.unseen import IN_A_FUNCTION, LOST, Unseen
 
 # Not warnings: where those are errors, they would reach the training loop.
 _log = logging.getLogger("attn_diag")
@@ -61,7 +61,7 @@ class Watch:
         self._first_step = first_step
         self._places, self._clock = CallPlaces(model), Clock(model)
         self._with_gradients: set[tuple[int, int]] = set()
-        self._trains = False
+        self._trains = TRAINS.get()
         self._calls_this_step = self._forwards_this_step = 0
         self._steps_behind = -1
         self._pending: dict[int, Pending] = {}
@@ -276,11 +276,9 @@ class Watch:
         o = result[0] if isinstance(result, tuple) else result
         call.awaits_backward = isinstance(o, Tensor) and o.requires_grad
         if operator is not None:
-            # An autograd function's forward, compiled or not, gives the operator tensors that need none.
-            inside = (met.caller.site is not None or met.caller.differentiated) and place.gradients
-            # A ring may run below autograd.
-            inside |= call.own is not None and place.gradients
-            call.awaits_backward = inside or operator.differentiable
+            # An autograd function's forward, compiled or not, gives the operator tensors that need none; so may a ring.
+            inside = met.caller.site is not None or met.caller.differentiated or call.own is not None
+            call.awaits_backward = (inside and place.gradients) or operator.differentiable
         elif place.gradients and met.caller.differentiated and not call.awaits_backward:
             self.warn_once(IN_A_FUNCTION, f"{place.module}: " if place.module else "")
         pending = Pending(call, self.guarded, self.finished) if call.awaits_backward else None
@@ -324,6 +322,9 @@ class Watch:
         """Tell the listener of a call whose gradients are all there."""
         with self._lock:
             self._pending.pop(id(pending), None)
+        if pending.lost:
+            whose = pending.call.place.module or pending.call.kernel
+            self.warn_once(LOST.format(" and ".join(pending.lost)), f"{whose}: ")
         self.guarded(self.listener.backward)(pending.call)
 
     def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,8 +336,7 @@ class Watch:
         # A user's function of the step is asked no more often than needed.
         wanted = bool(self.guarded(self.listener.wants_step)(self.step))
         self.projections.look(wanted=wanted)
-        # Until it is known that a loop trains, calls tell of steps.
-        # Nor is there a look that tells of steps where no optimizer does.
+        # Until it is known that a loop trains, calls tell of steps; so do looks where no optimizer does.
         intercept.look(self, wanted=wanted or at_least or not self._trains or self._clock.by_parameters)
 
     def _drop_pending(self) -> None:
@@ -360,7 +360,7 @@ class Watch:
         passes = self._forwards_this_step
         if passes and (not self._trains or (torch.is_grad_enabled() and self._clock.by_passes(passes, self.warn_once))):
             self.end_step()
-        self._forwards_this_step += 1
+        self._forwards_this_step += not self._trains or torch.is_grad_enabled()
 
     def _notice_training(self, module: nn.Module | None, *, gradients: bool) -> None:
         if self._trains or module is None or not (module.training and gradients):
