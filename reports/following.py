@@ -132,7 +132,7 @@ def _not_ranked(diagnosis: Diagnosis, finding: SharedFinding) -> bool:
         return False
     made = _made(diagnosis, finding)
     no_recipe = bool(made) and made[0].recipe is None and "o" in made[0].outputs
-    named = no_recipe and finding.site is None and "as where" in finding.words
+    named = no_recipe and finding.rounding_known
     return named or (bool(finding.quantities) and {"dk", "dv"}.issuperset(finding.quantities))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import attn_diag
+from attn_diag.reports.opening import next_command
 from attn_diag.results.quality import QuantityVerdict
 
 
@@ -146,6 +149,16 @@ def test_attribute_and_what_if_know_the_loop_that_inspect_names() -> None:
         assert said in head.unfit
         assert head.reasons[0].startswith(head.unfit)
     assert said in attn_diag.what_if(q, k, v, only=["uncast-ds"], **call).unfit
+
+
+def test_what_is_next_is_no_command_that_does_not_know_the_loop(tmp_path: Path) -> None:
+    q, k, v, _ = inputs(torch.bfloat16, 9, t=256)
+    tensors = {"q": q, "k": k, "v": v, "o": of_kernel(q, k, v, "O", causal=True, tile=64)}
+    save_file(tensors, tmp_path / "loop.safetensors")
+    found = attn_diag.inspect(tmp_path / "loop.safetensors", causal="top-left", device="cpu")
+    command = next_command(found)
+    assert command.said.startswith("attn-diag replay ")
+    assert command.purpose == "make O's accumulator in fp32; or see which kernels do better on these inputs"
 
 
 def test_an_undecided_head_whose_rounding_is_known_is_told_what_to_do() -> None:
