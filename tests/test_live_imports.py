@@ -191,10 +191,10 @@ class Slotted:
 
     __slots__ = ()
 
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name == "flash_attn_interface" else None  # type: ignore[arg-type]
 
-    def create_module(self, spec: ModuleSpec) -> None:
+    def create_module(self, *_: object) -> None:
         return None
 
     def exec_module(self, module: Any) -> None:
