@@ -16,6 +16,7 @@ import torch
 
 from attn_diag.watching.live.functions import may_have_functions
 from attn_diag.watching.live.kernels import operators
+from attn_diag.watching.live.observer import Observer
 
 # Packages that register operators with torch, and a module of torch's own.
 _REGISTERING = (
@@ -25,10 +26,10 @@ _VARLEN = "torch.nn.attention.varlen"
 
 
 class ImportWatch(MetaPathFinder):
-    """Between ``begin`` and ``end`` calls ``told`` behind each such import, and ``failed`` with what that raises."""
+    """Between ``begin`` and ``end`` calls ``told`` behind each such import; ``observers`` hear what that raises."""
 
-    def __init__(self, told: Callable[[], object], failed: Callable[[Exception], object]) -> None:
-        self._told, self._failed = told, failed
+    def __init__(self, told: Callable[[], object], observers: Sequence[Observer]) -> None:
+        self._told, self._observers = told, observers
 
     def begin(self) -> None:
         """Stand in front of what finds modules; once."""
@@ -62,7 +63,8 @@ class ImportWatch(MetaPathFinder):
         try:
             self._told()
         except Exception as error:
-            self._failed(error)
+            for observer in tuple(self._observers):
+                observer.failed(error)
 
 
 class _Telling:

@@ -65,7 +65,7 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = Thread()
-_imports = ImportWatch(lambda: refresh(imported=True), lambda error: [o.failed(error) for o in tuple(_observers)])
+_imports = ImportWatch(lambda: refresh(imported=True), _observers)
 flex_calls = 0  # of FlexAttention, or of what may be it
 
 
