@@ -261,7 +261,9 @@ def test_rows_that_share_their_errors_tell_no_more_than_one() -> None:
     q, k, v = (torch.randn(1, 2, 64, 32, generator=generator) for _ in range(3))
     x = {"q": 0.01 * q, "k": k, "v": v}
     o = softmax_in_fp32(x, x["q"] @ k.mT * 32**-0.5)
-    found = attn_diag.inspect(**x, o=o - o.abs().mean() * 2.0**-20, device="cpu").captures[0].observations[0].heads
+    found = (
+        attn_diag.inspect(x["q"], k, v, o=o - o.abs().mean() * 2.0**-20, device="cpu").captures[0].observations[0].heads
+    )
     assert all("biased" in h.verdict.labels for h in found if h.head is not None and h.verdict is not None)
 
 
