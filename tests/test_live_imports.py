@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
+import zipfile
+import zipimport
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +148,86 @@ def test_operators_that_are_registered_and_what_torch_imports_late_are_seen(tmp_
     line = [sys.executable, str(tmp_path / "lazy.py"), str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "('torch SDPA math', True) ('flash_attn 2', False)", done.stderr
+
+
+def zipped(package: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in a zip file, all modules of which have one loader."""
+    with zipfile.ZipFile(folder / "packages.zip", "w") as file:
+        for path in (folder / "packages" / package).iterdir():
+            file.write(path, f"{package}/{path.name}")
+    monkeypatch.syspath_prepend(folder / "packages.zip")
+
+
+def test_modules_that_have_one_loader(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which some are looked for and not imported: the import failed, in the capture and behind it."""
+    zipped(package, tmp_path, monkeypatch)
+    with attn_diag.capture(None, tmp_path / "out", batch=None) as recorder:
+        for _ in range(2):
+            found = importlib.util.find_spec(package)
+        loaded: Any = importlib.import_module(package)
+        loaded.sageattn(*tensors())
+    assert len(recorder.written) == 1
+    assert found is not None
+    assert type(pickle.loads(pickle.dumps(found.loader))) is zipimport.zipimporter
+    assert "exec_module" not in vars(loaded.__loader__)
+
+
+def test_a_module_that_is_imported_once_more(package: str, tmp_path: Path) -> None:
+    """There are no more modules than before then."""
+    with attn_diag.capture(None, tmp_path / "out", batch=None, calls=None) as recorder:
+        loaded: Any = importlib.import_module(package)
+        for again in (loaded.core, loaded):
+            importlib.reload(again)
+        loaded.sageattn(*tensors())
+        for name in (package, f"{package}.core"):
+            del sys.modules[name]
+        loaded = importlib.import_module(package)
+        loaded.sageattn(*tensors())
+    assert len(recorder.written) == 2
+
+
+class Slotted:
+    """A loader that takes no attributes, and its finder."""
+
+    __slots__ = ()
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "flash_attn_interface" else None  # type: ignore[arg-type]
+
+    def create_module(self, *_: object) -> None:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        module.there = True
+
+
+def test_other_finders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of old, without ``find_spec``, and one whose loader takes no attributes: the import failed."""
+    monkeypatch.setattr(sys, "meta_path", [object(), Slotted(), *sys.meta_path])
+    with attn_diag.capture(None, tmp_path / "out"):
+        try:
+            loaded: Any = importlib.import_module("flash_attn_interface")
+            assert isinstance(loaded.__loader__, Slotted)
+            assert isinstance(loaded.__spec__.loader, Slotted)
+        finally:
+            sys.modules.pop("flash_attn_interface", None)
+
+
+def test_a_failure_of_the_watch_is_not_the_imports(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attn_diag.capture(None, tmp_path / "out"), monkeypatch.context() as patch:
+        patch.setattr(intercept, "_replace", lambda: 1 / 0)
+        importlib.import_module(package)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_another_thread_that_looks_for_a_module_misses_no_finder(tmp_path: Path) -> None:
+    watched = attn_diag.capture(None, tmp_path / "out")
+    watched.__enter__()
+    seen = []
+    for finder in sys.meta_path:
+        seen.append(finder)
+        if len(seen) == 2:
+            watched.__exit__(None, None, None)
+    assert all(finder in seen for finder in sys.meta_path)

@@ -118,6 +118,12 @@ def test_a_gradient_that_does_not_come_is_told(lost: str, tmp_path: Path, caplog
     with attn_diag.capture(None, tmp_path / "frozen"):
         torch.autograd.backward(of_heads(*frozen, softmax_scale=0.3).square().sum())
     assert not caplog.text
+    # q's alone were asked for, of a call that is as it should be.
+    q, k, v = operands(1, 2, 8, 8)
+    with attn_diag.capture(None, tmp_path / "of q"):
+        torch.autograd.grad(of_heads(q, k, v, softmax_scale=0.3).square().sum(), [q])
+    assert "no gradient came to k and v" in caplog.text
+    assert "or gradients of other tensors alone be asked for (torch.autograd.grad," in caplog.text
 
 
 def test_the_debugger_stops_behind_a_wrong_one() -> None:

@@ -31,8 +31,9 @@ _FINE = 64
 _FOLLOWS = 0.5, 1.5
 # Of products of parts: 0.41 to 0.91 times (H200; CUTLASS's second part is rounded in another way than to nearest).
 _FOLLOWS_PARTS = 0.25
-# O is by so much nearer to zero at most: 2.8e-7 to 4.5e-7 of itself (H200, 130 to 2,048 keys).
-_CUT_SUMS = 2.0**-20
+# O is by so much nearer to zero at most: 2.8e-7 to 4.5e-7 of itself (H200, 130 to 2,048 keys); of P without the last 5
+# bits, whose errors follow those of parts, 7.6e-7 and more.
+_CUT_SUMS = 0.7 * 2.0**-20
 # Standard errors of how closely errors follow a way, whose rows are independent.
 _SURE = 4.0
 # Standard errors of a mean that shows.
@@ -131,9 +132,11 @@ class TruncatedInputs:
             return errors - (factors @ fitted).view_as(errors)
 
         made, observed = (beside_factors(x) for x in ((from_tf32_parts(self._head) - truth)[rows], error))
-        by_row, squares = (observed * made).sum(1), made.square().sum(1)
-        follows = float(by_row.sum() / squares.sum().clamp(min=1e-300))
-        sure = _SURE * float((by_row - follows * squares).square().sum().sqrt() / squares.sum().clamp(min=1e-300))
+        square = made.square().sum().clamp(min=1e-300)
+        follows = float((observed * made).sum() / square)
+        # Rows share V's errors, and features P's: of one row in common, errors are known by no more than its features.
+        beside = (observed - follows * made) * made
+        sure = _SURE * max(float(beside.sum(dim).square().sum().sqrt() / square) for dim in (0, 1))
         if (
             not _FOLLOWS_PARTS < follows < _FOLLOWS[1]
             or follows < sure

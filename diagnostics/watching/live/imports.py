@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from attn_diag.watching.live.functions import may_have_functions
 from attn_diag.watching.live.kernels import operators
+from attn_diag.watching.live.observer import Observer
 
 # Packages that register operators with torch, and a module of torch's own.
 _REGISTERING = (
@@ -24,10 +26,10 @@ _VARLEN = "torch.nn.attention.varlen"
 
 
 class ImportWatch(MetaPathFinder):
-    """Between ``begin`` and ``end`` calls ``told`` behind each such import."""
+    """Between ``begin`` and ``end`` calls ``told`` behind each such import; ``observers`` hear what that raises."""
 
-    def __init__(self, told: Callable[[], object]) -> None:
-        self._told = told
+    def __init__(self, told: Callable[[], object], observers: Sequence[Observer]) -> None:
+        self._told, self._observers = told, observers
 
     def begin(self) -> None:
         """Stand in front of what finds modules; once."""
@@ -35,9 +37,9 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Be gone."""
+        """Be gone; from another list, as a thread that goes through this one would miss the next finder."""
         if self in sys.meta_path:
-            sys.meta_path.remove(self)
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,24 +49,55 @@ class ImportWatch(MetaPathFinder):
         if not always and fullname.partition(".")[0] not in _REGISTERING and fullname != _VARLEN:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    self._tell_behind(spec.loader, always=always)
+                if hasattr(spec.loader, "exec_module"):
+                    # Not another attribute of the loader, which may be many modules' (a zip file's), or take none.
+                    spec.loader = _Telling(spec.loader, self, always=always)  # type: ignore[assignment]
                 return spec
         return None
 
-    def _tell_behind(self, loader: Loader, *, always: bool) -> None:
-        """Tell once the loader, which is one module's, has run it; not ``always``: if it has registered operators."""
-        run, before = loader.exec_module, _registered()
+    def tell(self) -> None:
+        """A module has been run; nothing of ours is raised in somebody's import."""
+        try:
+            self._told()
+        except Exception as error:
+            for observer in tuple(self._observers):
+                observer.failed(error)
 
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            run(module)
-            if always or _registered() > before:
-                self._told()
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+class _Telling:
+    """A loader until it has run the module, which gets the loader itself before, as ``importlib.util.LazyLoader`` does.
+
+    Args:
+        loader: It.
+        watch: Who is told once it has.
+        always: Whether to tell of any module; else of one that has registered operators.
+    """
+
+    def __init__(self, loader: Any, watch: ImportWatch, *, always: bool) -> None:
+        self._loader, self._watch, self._always = loader, watch, always
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._loader,)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module."""
+        for holder, name in ((getattr(module, "__spec__", None), "loader"), (module, "__loader__")):
+            if getattr(holder, name, None) is self:
+                setattr(holder, name, self._loader)
+        before = _registered()
+        self._loader.exec_module(module)
+        if self._always or _registered() > before:
+            self._watch.tell()
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 def _registered() -> int:

@@ -65,9 +65,8 @@ _wrappers: dict[int, _Pair] = {}
 _replaced: list[tuple[Namespace, str, _Pair]] = []
 _modules_seen = 0
 _thread = Thread()
-_imports = ImportWatch(lambda: refresh(wait=False))  # another thread may wait for this very import
-# How many calls there were of FlexAttention, or of what may be it.
-flex_calls = 0
+_imports = ImportWatch(lambda: refresh(imported=True), _observers)
+flex_calls = 0  # of FlexAttention, or of what may be it
 
 
 def _in_child() -> None:
@@ -159,9 +158,11 @@ def looks(observer: Observer) -> bool:
     return observer in _looking
 
 
-def refresh(*, wait: bool = True) -> None:
-    """Look for attention functions again if modules were imported since; ``wait`` while another thread looks."""
-    if not _observers or len(sys.modules) == _modules_seen or not _lock.acquire(blocking=wait):
+def refresh(*, imported: bool = False) -> None:
+    """Look for attention functions again if modules were imported since; ``imported``: one was, perhaps once more."""
+    # Who imports does not wait for another thread that looks: that one may wait for this very import.
+    known = len(sys.modules) == _modules_seen and not imported
+    if known or not _observers or not _lock.acquire(blocking=not imported):
         return
     try:
         _replace()

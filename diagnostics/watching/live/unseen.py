@@ -88,7 +88,8 @@ IN_A_FUNCTION = (
 )
 LOST = (
     "no gradient came to {} from an attention call whose O has one, though it needs one: it may be detached in the "
-    "call, or the call's own backward return None for it"
+    "call, the call's own backward return None for it, or gradients of other tensors alone be asked for "
+    "(torch.autograd.grad, backward(inputs=...))"
 )
 # Engines that keep keys where no call names them: what of theirs is met, and what is not.
 ENGINES = {
