@@ -23,6 +23,7 @@ import attn_diag
 from attn_diag.analyses.mismatch.rings import ring_merges, with_rings
 from attn_diag.captures.capture import Capture
 from attn_diag.results.diagnosis import HeadDiagnosis
+from attn_diag.watching.live.query_projections import NO_LAYER
 from attn_diag.watching.live.rings import Order, positions
 
 pytestmark = [
@@ -382,7 +383,7 @@ def test_ulysses_numbers_heads_for_the_whole_model(folder: Path) -> None:
     for capture in captures(folder / "ulysses"):
         m = capture.metadata
         assert (m.head_offset, capture.q_heads, capture.q_length) == (some(m.rank) * HEADS // 2, HEADS // 2, LENGTH)
-        assert m.notes is None
+        assert m.notes == NO_LAYER  # what is exchanged between ranks is no layer's output
 
 
 def test_rows_in_another_place_are_found_out(folder: Path) -> None:

@@ -156,4 +156,6 @@ def _shows(layer: LayerCheck, asked: _Asked) -> bool:
     if layer.values["nonfinite_rate"][asked.head] > 0:
         return False
     error = layer.values.get(f"{asked.quantity}_error")
+    if error is None and asked.quantity in ("dq", "dk", "dv"):
+        return False  # no gradient came
     return error is None or not np.isnan(error[asked.head]) or layer.values["wrong"][asked.head] > 0
