@@ -78,7 +78,9 @@ def _runs(passed: StreamedHead, seen: ObservedHead, rows: Tensor) -> list[dict[s
         usual: dict[str, Tensor] | None = other.outputs()
     else:
         usual = None if out is None else other.to_nearest(out, passed.truth.reference.out, rows)
-    summed = _by_sums_in_fp32(passed, seen, rows, usual)
+    # What is its own measure (``TruncatedInputs.to_nearest``) has its sums in it.
+    own = usual is not None and usual["o"] is out
+    summed = None if own else _by_sums_in_fp32(passed, seen, rows, usual)
     return [one for one in (summed or usual,) if one is not None]
 
 

@@ -60,6 +60,8 @@ def excuse(name: str, estimate: BiasEstimate, rounding_bias: RoundingBias, level
     tested = rounding is not None and rounding.p_value is not None and rounding.p_value <= level
     if tested and rounding is not None and _alike(rounding.mean, estimate.mean):
         return f"correct rounding of O alone gives {rounding.mean:.3g}"
+    if estimate.mean and estimate.well_rounded_mean == estimate.mean:
+        return "sound arithmetic of this format leaves as much on this input"
     if _alike(estimate.well_rounded_mean, estimate.mean):
         return f"a well-rounded kernel has {estimate.well_rounded_mean:.3g} on this input"
     return None

@@ -17,15 +17,7 @@ from attn_diag.head.outlying import GROUP_LIMIT
 from attn_diag.head.quality import AS_GOOD, BEYOND, LIMITED, LOSSY, QuantitySample, within_last_rounding
 from attn_diag.head.row_effect import RowEffect
 from attn_diag.head.unfused import WORDS
-from attn_diag.results.quality import (
-    NOT_JUDGED,
-    OR_WRONG,
-    Answer,
-    Pattern,
-    Quantity,
-    QuantityVerdict,
-    no_rounding,
-)
+from attn_diag.results.quality import NOT_JUDGED, OR_WRONG, Answer, Pattern, Quantity, QuantityVerdict, no_rounding
 from attn_diag.results.wording import SYMBOLS, number, percent, plural, ranges, times, together, yardstick
 from attn_diag.statistics.ratios import MIN_GROUPS, paired_ratio
 
