@@ -50,6 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], Visibility, dict[str, Any]]] = {
     "ALiBi": ({"rows": 100, "keys": 400}, BEHIND, {"slopes": [0.5, 0.1, 0.01]}),
     "ascending": ({"rows": 100, "keys": 400}, BEHIND, {"order": "ascending"}),
     "scores in BF16": ({"rows": 100, "keys": 400}, BEHIND, {"scores": "bf16"}),
+    "exp2 of rounded products": ({"rows": 100, "keys": 400}, BEHIND, {"exp": "exp2-scaled"}),
 }
 
 
@@ -64,7 +65,7 @@ def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.Monkey
     v, g = latent[..., :512], torch.Generator("cuda").manual_seed(1)
     do = torch.randn(*q.shape[:3], 512, device="cuda", generator=g).to(q.dtype)
     recipe = preset("fa2", "fp16" if q.dtype == torch.float16 else "bf16", 576)
-    recipe = replace(recipe, scores=given.get("scores", "fp32"))
+    recipe = replace(recipe, scores=given.get("scores", "fp32"), exp=given.get("exp", recipe.exp))
     recipe = replace(recipe, schedule=replace(recipe.schedule, order=given.get("order", "descending")))
     options: dict[str, Any] = {"scale": 576**-0.5, "softcap": given.get("softcap")}
     if "slopes" in given:
@@ -99,12 +100,12 @@ def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.Monkey
 @written_for
 def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
-    recipe, q = preset("fa2", "bf16", 576), torch.empty(0)
+    recipe, q = preset("fa2", "bf16", 576), torch.empty(1, 1, 128, 576)
     options: dict[str, Any] = {"softcap": False, "tma": True, "value_dim": 512, "alike": True}
     plain = forward_geometry(recipe, 576, BEHIND, level="none", **options)
     rows = dq_geometry(recipe, 576, BEHIND, level="none", **options)
     columns = dkdv_geometry(recipe, 576, BEHIND, **options)
-    taken, back_taken = triton_forward._runs_in_gluon, triton_backward._runs_in_gluon
+    taken, back_taken = partial(triton_forward._runs_in_gluon, k_length=128), triton_backward._runs_in_gluon
     assert taken(plain, recipe, q)
     assert back_taken(rows, columns, recipe, q)
     others: dict[str, Any] = {"documents": 32, "page_size": 64, "group": 16, "tma": False, "latent": False}
