@@ -130,7 +130,7 @@ class Geometry:
     @property
     def in_warpgroups(self) -> bool:
         """Whether this is a plain call over as many features as ``triton_warpgroups`` has a kernel for."""
-        wide = (self.block_d, self.rest_d, self.block_dv) == (128, 0, 128)
+        wide = (self.block_d, self.rest_d, self.block_dv) in ((128, 0, 128), (256, 0, 256))
         codes = self.scores_of != "given" or self.values_of != "given"
         return self.plain and wide and not (self.latent or self.ranges or codes)
 

@@ -11,9 +11,9 @@
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
-maximum first (``_walk_ranges``). On Hopper absorbed MLA and long plain calls of 65 to 128 features have kernels of their
-own, with the same bits (``triton_latent``, ``triton_warpgroups``). Source of the algorithm: Dao, "FlashAttention-2",
-arXiv 2307.08691, algorithm 1.
+maximum first (``_walk_ranges``). On Hopper absorbed MLA and long plain calls of more than 64 features have kernels of
+their own, with the same bits (``triton_latent``, ``triton_warpgroups``). Source of the algorithm: Dao,
+"FlashAttention-2", arXiv 2307.08691, algorithm 1.
 
 What differs between a GPU and Triton's interpreter, given the same inputs; the rounding sites are bit for bit the same:
 
@@ -30,7 +30,7 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ def forward(
     probs = new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32))
     tile_max = new(n_slots, tiles)
     if _runs_in_gluon(geometry, recipe, q, k_length):
-        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "sequences": sequences}
+        options: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "sequences": sequences}
         # Triton's Gluon is experimental: it is imported where it is used.
         if geometry.latent:
             from attn_diag.kernels.triton_latent import latent_forward
@@ -198,7 +198,7 @@ def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor, k_length: int)
 
 def _is_long(geometry: Geometry, q_length: int, k_length: int) -> bool:
     """Whether a block's rows meet enough tiles of keys for ``triton_warpgroups`` to be faster, as timed on an H200."""
-    least = 512 if geometry.block_n == 128 else 2048
+    least = 512 if geometry.block_n == 128 else 1024 if geometry.block_dv == 256 else 2048
     return q_length >= least and k_length >= least and not geometry.left
 
 

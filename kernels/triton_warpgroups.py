@@ -1,8 +1,8 @@
-"""The forward of long plain calls of 65 to 128 features on Hopper, in Gluon, with ``triton_forward_kernel``'s bits.
+"""The forward of long plain calls of up to 128 or 256 features on Hopper, with ``triton_forward_kernel``'s bits.
 
 There a block makes a tile's scores, its exponentials and its products one after the other. Here one warp asks for tiles
 of k and v as soon as there is a place for them, each warpgroup has 64 rows of q, and its tensor cores multiply a tile's
-P_bar with V while its other units make the exponentials of the next one:
+P_bar with V while its other units make the exponentials of the next one (in Gluon):
 
     S of tile i and P_bar V of tile i - 1 asked for; S has come: m, P_bar and l; P_bar V has come: O_bar rescaled
 """
@@ -181,8 +181,9 @@ def warpgroups_forward(
     """Write O [B, Hq, Tq, Dv] and L [B, Hq, Tq] of q [B, Hq, Tq, D], k [B, Hk, Tk, D] and v [B, Hk, Tk, Dv]."""
     batch, heads, q_length, _ = q.shape
     *seen, _, _, _, slopes, stride = sequences.arguments(recipe, visibility, q, k, scale=scale, softcap=softcap)
-    # Three with 128 keys each would not have enough registers.
-    groups = 3 if geometry.block_n <= 64 and -(-q_length // 192) * batch * heads >= _MANY else 2
+    many = -(-q_length // (3 * ROWS.value)) * batch * heads >= _MANY
+    # Three do not have the registers for more keys or features.
+    groups = 3 if many and geometry.block_n == 64 and geometry.block_dv == 128 else 2
     geometry = replace(geometry, block_m=groups * ROWS.value)
     warpgroups_kernel[(-(-q_length // geometry.block_m), batch * heads)](
         tiles_described(q, ROWS.value, geometry.block_d), tiles_described(k, geometry.block_n, geometry.block_d),

@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_diag.kernels import preset, triton_forward
-from attn_diag.kernels.geometry import Visibility, forward_geometry
+from attn_diag.kernels import Recipe, preset, triton_forward
+from attn_diag.kernels.geometry import Geometry, Level, Visibility, forward_geometry
 from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_sequences import Sequences
 
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], Visibility, dict[str, Any]]] = {
     "ALiBi": ({"rows": 2048, "keys": 2048}, CAUSAL, {"slopes": [0.5, 0.1, 0.01]}),
     "scores in BF16": ({"rows": 2048, "keys": 2048}, CAUSAL, {"scores": "bf16"}),
     "96 features": ({"rows": 2048, "keys": 2048, "width": 96}, CAUSAL, {}),
+    "256 features": ({"rows": 1100, "keys": 1500, "width": 256}, CAUSAL, {}),
     "tiles of 128 keys": ({"rows": 600, "keys": 1000}, CAUSAL, {"preset": "cudnn"}),
     "tiles of 128 keys, no mask": ({"rows": 600, "keys": 1000, "heads": 40}, Visibility(), {"preset": "cudnn"}),
 }
@@ -64,7 +65,8 @@ def test_it_has_the_triton_kernels_bits(case: str, monkeypatch: pytest.MonkeyPat
     if "slopes" in given:
         options["sequences"] = Sequences(slopes=torch.tensor(given["slopes"], device="cuda"))
     sinks = torch.tensor(given["sinks"], device="cuda") if "sinks" in given else None
-    decides, taken = triton_forward._runs_in_gluon, []
+    decides = triton_forward._runs_in_gluon
+    taken: list[bool] = []
 
     def run() -> tuple[Tensor, Tensor]:
         found = forward(q, k, v, recipe, visibility, sinks=sinks, **options)
@@ -87,9 +89,12 @@ def test_it_has_the_triton_kernels_bits(case: str, monkeypatch: pytest.MonkeyPat
 @written_for
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
-    q, decides = torch.empty(1, 1, 4096, 128), triton_forward._runs_in_gluon
+    decides = triton_forward._runs_in_gluon
+    q = torch.empty(1, 1, 4096, 128)
 
-    def made(name: str = "fa2", width: int = 128, visibility: Visibility = CAUSAL, level: Any = "none") -> Any:
+    def made(
+        name: str = "fa2", width: int = 128, visibility: Visibility = CAUSAL, level: Level = "none"
+    ) -> tuple[Geometry, Recipe]:
         recipe = preset(name, "bf16", width)
         return forward_geometry(recipe, width, visibility, softcap=False, level=level, tma=True, packed=True), recipe
 
@@ -100,7 +105,9 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not decides(plain, recipe, q[:, :, :1024], 4096)
     assert decides(*made("cudnn"), q[:, :, :512], 512)
     assert not decides(*made("cudnn"), q[:, :, :300], 512)
-    for others in (made(width=64), made(width=256), made(level="rows"), made(visibility=Visibility("none", (64, 64)))):
+    assert decides(*made(width=256), q[:, :, :1024], 1024)
+    window = Visibility("none", (64, 64))
+    for others in (made(width=64), made(width=192), made(width=320), made(level="rows"), made(visibility=window)):
         assert not decides(*others, q, 4096)
     special: dict[str, Any] = {"documents": 32, "page_size": 64, "group": 16, "tma": False, "scores_of": "int8"}
     special |= dict.fromkeys(("split", "rows", "unrounded", "dump", "listed", "latent", "ranges"), True)
@@ -135,15 +142,15 @@ from attn_diag.kernels.triton_sequences import DENSE
 from attn_diag.kernels.triton_warpgroups import warpgroups_forward
 
 visibility = Visibility("bottom-right")
-for name, heads in (("fa2", 1), ("fa2", 48), ("cudnn", 1)):
-    recipe = preset(name, "bf16", 128)
-    geometry = forward_geometry(recipe, 128, visibility, softcap=False, level="none", tma=True, packed=True)
-    q, k, v, o = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16) for _ in range(4))
+for name, heads, width in (("fa2", 1, 128), ("fa2", 48, 128), ("cudnn", 1, 128), ("fa2", 1, 256)):
+    recipe = preset(name, "bf16", width)
+    geometry = forward_geometry(recipe, width, visibility, softcap=False, level="none", tma=True, packed=True)
+    q, k, v, o = (torch.empty(1, heads, 4096, width, dtype=torch.bfloat16) for _ in range(4))
     warpgroups_forward(q, k, v, o, torch.empty(1, heads, 4096), recipe, visibility, geometry, scale=0.1, softcap=None,
                        sinks=None, sequences=DENSE)
 for kernel in made:
     print(kernel.metadata.shared, kernel.metadata.num_warps, ".local" in kernel.asm["ptx"],
-          *(kernel.asm["ptx"].count(f"m64n{n}k16") for n in (64, 128)))
+          *(kernel.asm["ptx"].count(f"m64n{n}k16") for n in (64, 128, 256)))
 """
 
 
@@ -160,7 +167,8 @@ def test_it_compiles_for_hopper_without_one() -> None:
     assert all(int(shared) <= 227 * 1024 for shared, *_ in counts)
     scores, sums = 2 * 128 // 16, 2 * 64 // 16
     assert [line[1:] for line in counts] == [
-        ["12", "False", str(2 * scores), str(2 * sums)],
-        ["16", "False", str(3 * scores), str(3 * sums)],
-        ["12", "False", "0", str(2 * (scores + 2 * sums))],
+        ["12", "False", str(2 * scores), str(2 * sums), "0"],
+        ["16", "False", str(3 * scores), str(3 * sums), "0"],
+        ["12", "False", "0", str(2 * (scores + 2 * sums)), "0"],
+        ["12", "False", str(2 * 2 * scores), "0", str(2 * sums)],
     ]
