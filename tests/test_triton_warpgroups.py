@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import triton
+from gluon import told_of_compiled, written_for
 from torch import Tensor
 
 from attn_diag.kernels import Recipe, preset, triton_forward
@@ -19,11 +16,6 @@ from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_sequences import Sequences
 
 CAUSAL = Visibility("bottom-right")
-# As ``has_hopper_products`` has it: elsewhere Triton's own kernel runs.
-written_for = pytest.mark.skipif(
-    not triton.__version__.startswith(("3.6", "3.7")),
-    reason="this kernel is written in the Gluon of Triton 3.6 and 3.7",
-)
 
 CASES: dict[str, tuple[dict[str, Any], Visibility, dict[str, Any]]] = {
     "causal": ({"rows": 2100, "keys": 2100}, CAUSAL, {}),
@@ -122,20 +114,6 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILES = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
-
-class Hopper:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-    get_active_torch_device = lambda self: torch.device("cpu")
-
-driver.set_active(Hopper())
-made, run = [], JITFunction.run
-JITFunction.run = lambda self, *a, grid, warmup, **k: made.append(run(self, *a, grid=grid, warmup=True, **k))
-
 from attn_diag.kernels import preset
 from attn_diag.kernels.geometry import Visibility, forward_geometry
 from attn_diag.kernels.triton_sequences import DENSE
@@ -158,12 +136,7 @@ for kernel in made:
 def test_it_compiles_for_hopper_without_one() -> None:
     """Shared memory has room for the tiles, and all products are of whole warpgroups: of a block's first tile, of
     those in the loop, and behind it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr
-    counts = [line.split() for line in done.stdout.splitlines()]
+    counts = told_of_compiled(COMPILES)
     assert all(int(shared) <= 227 * 1024 for shared, *_ in counts)
     scores, sums = 2 * 128 // 16, 2 * 64 // 16
     assert [line[1:] for line in counts] == [
