@@ -473,3 +473,18 @@ def test_without_gradients_recipes_beside_the_published_one_make_o_alone(monkeyp
     made.clear()
     attn_diag.inspect(q, k, v, o=plain(q, k, v), do=do, dq=torch.zeros_like(q), causal=True, device="cpu")
     assert all(backward for _, _, backward in made)
+
+
+def test_eager_attention_under_the_lowest_number_as_mask_is_named_beyond_a_tile() -> None:
+    """Hugging Face's; the well-rounded kernel beside it was NaN from T = 129 on, and no rounding had a name."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 160, 64, generator=g).bfloat16() for _ in range(4))
+    mask = torch.full((160, 160), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).triu(1)[None, None]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o = (leaves[0] @ leaves[1].mT * 0.125 + mask).softmax(-1, dtype=torch.float32).bfloat16() @ leaves[2]
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    found = attn_diag.inspect(q, k, v, o=o.detach(), do=do, dq=dq, dk=dk, dv=dv, mask=mask)
+    quantities = {one.quantity: one for one in found.heads[0].quantities}
+    assert (quantities["o"].answer, quantities["o"].site) == ("lossy", "unfused")
+    assert 0.001 < (quantities["dq"].relative_error_well_rounded or 0.0) < 0.004
+    assert "nan" not in found.report()
