@@ -245,3 +245,31 @@ def test_flex_attention_of_transformers(tmp_path: Path) -> None:
     ):
         tiny.loss(tiny.model)
     assert [holds(capture) for capture in written(recorder)] == [True, True]
+
+
+class GatedQueries(nn.Module):
+    """As Qwen3-Next's: each head's q, which is normalised, has a gate beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(WIDTH // HEADS, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, gate = self.q_proj(x).unflatten(-1, (HEADS, -1)).chunk(2, -1)
+        k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
+        o = torch.nn.functional.scaled_dot_product_attention(self.norm(q).transpose(1, 2), k, v, is_causal=True)
+        return (o.transpose(1, 2) * gate.sigmoid()).flatten(2)
+
+
+def test_a_query_with_a_gate_beside_it_is_found(tmp_path: Path) -> None:
+    """Of Qwen3-Next and Qwen3.5 a file said: x and w_q are left out: no linear layer was found that makes q."""
+    torch.manual_seed(0)
+    model = nn.Sequential(GatedQueries())
+    with attn_diag.capture(model, tmp_path) as recorder:
+        model(torch.randn(2, 48, WIDTH)).square().sum().backward()
+    (capture,) = map(attn_diag.load, recorder.written)
+    layer = model[0].q_proj
+    weight, gradient = (t.unflatten(0, (HEADS, 2, -1))[:, 0].flatten(0, 1) for t in (layer.weight, layer.weight.grad))
+    assert dw_q_error(capture, weight.detach(), gradient) < 1e-6

@@ -35,7 +35,7 @@ class Slice:
     dim: int
     groups: int = 0
     """0: all columns are, or the first Hq * D (q, k and v one after the other). Else the output is
-    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM)."""
+    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM); or [Hq, 2, D]: a gate does."""
 
     def columns(self, width: int, device: torch.device) -> Tensor | slice:
         """Return the columns of q among ``width`` of them."""
@@ -353,7 +353,7 @@ def _slices(width: int, heads: int, dim: int) -> list[Slice]:
     kv = width // dim - heads
     if width % dim == 0 and kv > 0 and kv % 2 == 0 and heads % (kv // 2) == 0:
         found.append(Slice(heads, dim, groups=kv // 2))
-    return found
+    return [*found, Slice(heads, dim, groups=heads)] if width == 2 * heads * dim else found  # Qwen3-Next: q and gate
 
 
 @torch.no_grad()
@@ -379,7 +379,7 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
             return CapturedProjection(layer, part, exact=False)
     for layer, name, y, part in candidates:
         last = name.rpartition(".")[2].lower()
-        whole = y.shape[-1] == heads * dim
+        whole = y.shape[-1] == heads * dim * (2 if part.groups == heads else 1)
         if (last in QUERY_NAMES and whole) or (last in FUSED_NAMES and not whole):
             return CapturedProjection(layer, part, exact=False)
     return None
