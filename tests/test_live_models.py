@@ -268,7 +268,7 @@ def test_a_query_with_a_gate_beside_it_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(GatedQueries())
     with attn_diag.capture(model, tmp_path) as recorder:
-        model(torch.randn(2, 48, WIDTH)).square().sum().backward()
+        model(torch.randn(1, 48, WIDTH)).square().sum().backward()
     (capture,) = map(attn_diag.load, recorder.written)
     layer = model[0].q_proj
     weight, gradient = (t.unflatten(0, (HEADS, 2, -1))[:, 0].flatten(0, 1) for t in (layer.weight, layer.weight.grad))
