@@ -207,3 +207,28 @@ def test_decoding_without_the_rows_own_key_is_a_mask(layers: int) -> None:
 def test_what_is_added_to_hide_keys_hides_them(value: float, kinds: list[str]) -> None:
     """-1e4 and -1e9 leave nothing of a key; "rollout sees 828 keys that train does not"."""
     assert [cause.kind for cause in _masked(_window(24), prefill=value).causes][:1] == kinds
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize(("ends", "words"), [(0, ""), (1, "rollout 10 that train"), (-1, "train sees 12 keys that")])
+def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: str, everywhere: bool) -> None:
+    """It was an error, "q differs by 49.6 %: the projection … is another", or OK where the second layer has it alone."""
+    draw = torch.Generator().manual_seed(3)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    place = torch.arange(LENGTH + 8)
+    trainer, calls = [], []
+    for layer in range(2):
+        q, k, v = (torch.randn(1, 2, LENGTH, 32, generator=draw).bfloat16() for _ in range(3))
+        whole = {"q": q, "k": k, "v": v, "o": attend(q, k, v, is_causal=True)}
+        trainer.append(Capture.from_tensors(whole, causal="top-left", layer=layer))
+        slots = torch.zeros(2, 1, 2, LENGTH + 8, 32).bfloat16()
+        for step, rows in enumerate([slice(0, PROMPT), *(slice(t, t + 1) for t in range(PROMPT, LENGTH))]):
+            slots[0][:, :, rows], slots[1][:, :, rows] = k[:, :, rows], v[:, :, rows]
+            off = ends if step and (everywhere or layer) else 0
+            mask = (place <= torch.arange(LENGTH)[rows, None] + off)[None, None]
+            one = {"q": q[:, :, rows], "k": slots[0].clone(), "v": slots[1].clone(), "mask": mask}
+            one["o"] = attend(one["q"], *slots, mask)
+            calls.append(Capture.from_tensors(one, layer=layer, step=step))
+    found = attn_diag.mismatch(trainer, calls).causes
+    assert [(cause.layer, cause.kind) for cause in found] == [(i, "mask") for i in range(1 - everywhere, 2) if ends]
+    assert all(words in cause.words for cause in found)

@@ -133,14 +133,15 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> T
     calls, notes = by_layer(captures)
     sequences: list[TokenSequence] = []
     heads = math.gcd(*(c.kv_heads for c in calls[guide].values()))
-    held = 0
+    before: Capture | None = None
     for key, capture in calls[guide].items():
         taken: set[int] = set()
-        # A cache that grows by the one row's key has it at its end, though the row may not see it.
-        grown, held = capture.q_length == 1 and capture.k_length == held + 1, capture.k_length
         for item in range(capture.batch):
-            for part in _parts(capture, key, item, device, grown=grown):
-                _append(sequences, part, partial(_values, capture, item, heads, device), taken)
+            values = partial(_values, capture, item, heads, device)
+            then = None if before is None or item >= before.batch else partial(_values, before, item, heads, device)
+            for part in _parts(capture, key, item, device, _written(values, then) if capture.q_length == 1 else None):
+                _append(sequences, part, values, taken)
+        before = capture
     if not sequences:
         raise InputError(f"{captures[0].source}: no row of layer {guide} sees a key; expected the rows of a run")
     return TokenRun(calls, tuple(sequences), max(c.q_heads for c in calls[guide].values()), tuple(notes))
@@ -220,18 +221,32 @@ def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Ten
     return bias
 
 
+def _written(now: Callable[[slice], Tensor], then: Callable[[slice], Tensor] | None) -> int | None:
+    """The key that a call of one row wrote, whether it sees it or not: what its cache has more, or otherwise, than that
+    of the call before; None: not known."""
+    if then is None:
+        return None
+    values, old = now(slice(None)), then(slice(None))
+    if len(values) == len(old) + 1:
+        return len(old)
+    changed = (values != old).flatten(1).any(1).nonzero()[:, 0] if values.shape == old.shape else ()
+    return int(changed[0]) if len(changed) == 1 else None
+
+
 def _parts(
-    capture: Capture, key: CallKey, item: int, device: torch.device, *, grown: bool
+    capture: Capture, key: CallKey, item: int, device: torch.device, written: int | None
 ) -> Iterator[SequencePart]:
     """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart.
 
-    ``grown``: the last key is the one row's own.
+    ``written``: see ``_written``.
     """
     visible = own_bias(capture, item, 0, read_head(capture, item, 0, device).head) > -torch.inf
     seen = visible.any(1)
     if not bool(seen.any()):
         return
-    last = own_keys(visible).clamp(min=visible.shape[1] - 1 if grown else 0)
+    last = own_keys(visible)
+    if written is not None and abs(written - int(last[0])) == 1:  # a mask that is one key off
+        last = torch.full_like(last, written)
     rows = seen.nonzero()[:, 0]
     # Rows of padding behind a sequence see its last token, whose own row comes first.
     fresh = torch.ones_like(rows, dtype=torch.bool)
