@@ -573,9 +573,7 @@ def test_a_method_of_q_k_and_v_is_named_and_can_be_observed(
     assert modules(watched(model, loss, model, tmp_path / "after")) == ["0"]
 
 
-def test_linear_attention_in_a_graph_makes_none_of_its_calls(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_linear_attention_in_a_graph_makes_none_of_its_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Qwen3-Next, compiled: "attention is seen in 1 alone of these … self_attn" of a layer that is captured."""
     model, loss = stack(GatedLinear(), AttentionBlock(attends=True), GatedLinear())
     recorder = watched(model, loss, compiled(model, "whole"), tmp_path)
