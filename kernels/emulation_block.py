@@ -34,7 +34,7 @@ SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "
 PROBS = (*SOFTMAX, "probs", "probs_scale", "quantize_probs")
 PRODUCT = (*PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
-# A mask's lowest number, as Hugging Face hides keys, times log2(e) would leave fp32: inf - inf in a range that it hides.
+# Hugging Face hides keys by a format's lowest number, which times log2(e) leaves fp32 and makes inf - inf.
 _LOWEST = -(2.0**100)
 
 

@@ -262,19 +262,22 @@ class GatedQueries(nn.Module):
         q, gate = self.q_proj(x).unflatten(-1, (HEADS, -1)).chunk(2, -1)
         k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
         o = torch.nn.functional.scaled_dot_product_attention(self.norm(q).transpose(1, 2), k, v, is_causal=True)
-        return (o.transpose(1, 2) * gate.sigmoid()).flatten(2)
+        gated: Tensor = o.transpose(1, 2) * gate.sigmoid()
+        return gated.flatten(2)
 
 
 def test_a_query_with_a_gate_beside_it_is_found(tmp_path: Path) -> None:
     """Of Qwen3-Next and Qwen3.5 a file said: x and w_q are left out: no linear layer was found that makes q."""
     torch.manual_seed(0)
-    model = nn.Sequential(GatedQueries())
+    attention = GatedQueries()
+    model = nn.Sequential(attention)
     with attn_diag.capture(model, tmp_path) as recorder:
         model(torch.randn(1, 48, WIDTH)).square().sum().backward()
     (capture,) = map(attn_diag.load, recorder.written)
-    layer = model[0].q_proj
-    weight, gradient = (t.unflatten(0, (HEADS, 2, -1))[:, 0].flatten(0, 1) for t in (layer.weight, layer.weight.grad))
-    assert dw_q_error(capture, weight.detach(), gradient) < 1e-6
+    whole: Tensor = attention.q_proj.weight
+    assert whole.grad is not None
+    weight, gradient = (t.view(HEADS, 2, -1, WIDTH)[:, 0].flatten(0, 1) for t in (whole.detach(), whole.grad))
+    assert dw_q_error(capture, weight, gradient) < 1e-6
 
 
 class Inner(nn.Module):
@@ -288,23 +291,23 @@ class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.core = nn.Sequential()
-        self.core.add_module("local_attn", Inner())
+        self.core = nn.ModuleDict({"local_attn": Inner()})
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
-        o: Tensor = self.core.local_attn(q, k, v)
+        o: Tensor = self.core["local_attn"](q, k, v)
         return o.transpose(1, 2).flatten(2)
 
 
 def test_the_projection_of_a_core_two_modules_below_it_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Nested())
+    attention = Nested()
+    model = nn.Sequential(attention)
     with attn_diag.capture(model, tmp_path) as recorder:
         model(torch.randn(1, 48, WIDTH)).square().sum().backward()
     (capture,) = map(attn_diag.load, recorder.written)
     assert capture.metadata.extra["module"] == "0.core.local_attn"
-    weight: Tensor = model[0].q_proj.weight
+    weight: Tensor = attention.q_proj.weight
     assert weight.grad is not None
     assert dw_q_error(capture, weight.detach(), weight.grad) < 1e-6
 
@@ -318,6 +321,6 @@ def test_heads_that_are_spread_over_ranks_are_told_by_the_query_projection_of_th
     monkeypatch.setattr(spread_heads, "world_size", lambda: 2)
     monkeypatch.setattr(spread_heads, "rank", lambda: 1)
     # This rank's eight rows are the second ones, and its heads the later half.
-    here = q.unflatten(-1, (HEADS, 4)).transpose(1, 2)[:, HEADS // 2 :]
+    here = q.view(1, 8, HEADS, 4).transpose(1, 2)[:, HEADS // 2 :]
     seen = torch.cat([torch.randn(here.shape, generator=generator), here], 2)
     assert SpreadHeads().first("", seen, seen, [v, q]) == (HEADS // 2, True)

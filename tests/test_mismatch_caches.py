@@ -212,7 +212,7 @@ def test_what_is_added_to_hide_keys_hides_them(value: float, kinds: list[str]) -
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize(("ends", "words"), [(0, ""), (1, "rollout 10 that train"), (-1, "train sees 12 keys that")])
 def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: str, everywhere: bool) -> None:
-    """It was an error, "q differs by 49.6 %: the projection … is another", or OK where the second layer has it alone."""
+    """It was an error, "q differs by 49.6 %: the projection … is another", or OK of the second layer alone."""
     draw = torch.Generator().manual_seed(3)
     attend = torch.nn.functional.scaled_dot_product_attention
     place = torch.arange(LENGTH + 8)
@@ -227,7 +227,7 @@ def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: s
             off = ends if step and (everywhere or layer) else 0
             mask = (place <= torch.arange(LENGTH)[rows, None] + off)[None, None]
             one = {"q": q[:, :, rows], "k": slots[0].clone(), "v": slots[1].clone(), "mask": mask}
-            one["o"] = attend(one["q"], *slots, mask)
+            one["o"] = attend(one["q"], one["k"], one["v"], mask)
             calls.append(Capture.from_tensors(one, layer=layer, step=step))
     found = attn_diag.mismatch(trainer, calls).causes
     assert [(cause.layer, cause.kind) for cause in found] == [(i, "mask") for i in range(1 - everywhere, 2) if ends]

@@ -31,7 +31,7 @@ _TAIL = 64
 _SAME_TOKENS = 0.25
 # A token is the same where its v points the same way: of two tokens directions are 140 % apart, 50 % is far from both.
 _SAME_DIRECTION = 0.5
-# Additive masks hide keys by -1e4 or less, where scores are far smaller: what exp leaves of less than -104 fp32 has as 0.
+# Additive masks hide keys by -1e4 or less, where scores are far smaller: below -104 exp is 0 in fp32.
 _HIDING, _NOTHING = -9000.0, 104.0
 # So many first tokens are the same by no chance.
 _TELLING = 4
@@ -229,7 +229,9 @@ def _written(now: Callable[[slice], Tensor], then: Callable[[slice], Tensor] | N
     values, old = now(slice(None)), then(slice(None))
     if len(values) == len(old) + 1:
         return len(old)
-    changed = (values != old).flatten(1).any(1).nonzero()[:, 0] if values.shape == old.shape else ()
+    if values.shape != old.shape:
+        return None
+    changed = (values != old).flatten(1).any(1).nonzero()[:, 0].tolist()
     return int(changed[0]) if len(changed) == 1 else None
 
 
