@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +34,19 @@ def test_plain_torch_is_named(dtype: torch.dtype, hot: float) -> None:
     assert found.not_fused is not None
     assert found.not_fused.startswith("S and P are stored in the inputs' format")
     assert "attention that is not fused: S and P are stored" in found.report().splitlines()[0]
+
+
+def test_attribute_and_what_if_know_it_too() -> None:
+    """They said that no known recipe made this O, and called the nearest."""
+    q, k, v = inputs(torch.bfloat16, 1.0)
+    call: Any = {"o": plain(q, k, v, 32**-0.5), "do": torch.ones_like(q), "causal": True, "device": "cpu"}
+    said = "its bits are those of attention that is not fused (S and P are stored in the inputs' format"
+    for head in attn_diag.attribute(q, k, v, **call).heads:
+        assert said in head.unfit
+        assert head.reasons[0].startswith(head.unfit)
+    assert said in attn_diag.what_if(q, k, v, only=["uncast-ds"], **call).unfit
+    other = call | {"o": plain(q, k, v, 1.01 * 32**-0.5)}
+    assert "not fused" not in attn_diag.attribute(q, k, v, **other).heads[0].unfit
 
 
 def test_another_scale_is_not_taken_for_it() -> None:

@@ -271,8 +271,9 @@ class Baseline:
 
 
 def find_baseline(
-    capture: Capture, wanted: str | Recipe | None, found: IdentifiedHead | None, scale: ScaleFit | None = None
-) -> Baseline:
+    capture: Capture, wanted: str | Recipe | None, found: IdentifiedHead | None, scale: ScaleFit | None = None,
+    not_fused: str = "",
+) -> Baseline:  # fmt: skip
     """The recipe ``wanted``, else the one ``found`` by the bits of O, else fa2.
 
     Args:
@@ -280,6 +281,7 @@ def find_baseline(
         wanted: A recipe, or its name.
         found: What the search for the captured O's recipe ended with.
         scale: Another scale that this O fits.
+        not_fused: What attention stores that is not fused and has this O's bits, in words; empty: none is known.
 
     Raises:
         InputError: The recipe does not exist, or no recipe covers the inputs.
@@ -294,8 +296,9 @@ def find_baseline(
     unfit = ""
     if wanted is None and found is not None:
         nearest = found.nearest if scale is None else f"{found.nearest}; {scale.words}"
-        why = f": its bits are those of {found.loop}, where {recipe.name} keeps fp32"
-        unfit = f"No recipe that is known here made this O{why if found.loop else f' (nearest: {nearest})'}."
+        whose = found.loop or (f"attention that is not fused ({not_fused})" if not_fused else "")
+        why = f": its bits are those of {whose}, where {recipe.name} keeps fp32" if whose else f" (nearest: {nearest})"
+        unfit = f"No recipe that is known here made this O{why}."
     return Baseline(recipe, recipe.name, "assumed" if wanted is None else "given", unfit=unfit)
 
 

@@ -19,9 +19,11 @@ from attn_diag.head.identification import IdentifiedHead, identify_head, nothing
 from attn_diag.head.output_fit import OutputFit
 from attn_diag.head.projection import HeadProjection, Projection, find_projection
 from attn_diag.head.read import HeadInputs, HeadTensors, NonFiniteCensus, read_head, read_outputs
+from attn_diag.head.recipe_search import SearchedHead
 from attn_diag.head.scale_fit import fit_scale
 from attn_diag.head.tiled_loops import with_loop
 from attn_diag.head.truth import HeadTruth, head_truth
+from attn_diag.head.unfused_bits import UnfusedMatch, find_unfused
 from attn_diag.kernels import Recipe
 from attn_diag.reference import FloatFormat
 from attn_diag.results.diagnosis import Assumptions, Misfit
@@ -80,6 +82,7 @@ class OpenCapture:
     _checks: dict[str, tuple[Misfit, ...]] = field(default_factory=dict)
     _recognised: dict[tuple[str, int, int], Recognised | None] = field(default_factory=dict)
     _identified: dict[tuple[str, int, int], IdentifiedHead | None] = field(default_factory=dict)
+    _not_fused: list[UnfusedMatch] = field(default_factory=list)
 
     def only(self, batch: int, head: int) -> OpenCapture:
         """This head of this batch item alone."""
@@ -149,6 +152,14 @@ class OpenCapture:
             if found is not None:
                 self._identified[observation, *place] = found
 
+    def _find_unfused(self, subject: SearchedHead) -> UnfusedMatch | None:
+        """The attention that is not fused which has all of a head's bits; None: none has."""
+        found = find_unfused(subject, *self._not_fused[-1:])
+        if found is None or found.flaw is not None:
+            return None
+        self._not_fused.append(found)
+        return found
+
     def open_head(
         self,
         observation: str | None,
@@ -176,11 +187,13 @@ class OpenCapture:
         found = None if observation is None or recipe is not None else self.identify(observation, batch, head)
         if observation is not None:
             found = with_loop(found, c, observation, batch, head)
-        scale = None
+        scale, not_fused = None, ""
         if found is not None and found.recipe is None and not found.loop:
-            fit = fit_scale(found.subject.inputs, found.subject.observed.double())
+            plain = self._find_unfused(found.subject) if found.outcome == "unknown" else None
+            not_fused = "" if plain is None else plain.words
+            fit = fit_scale(found.subject.inputs, found.subject.observed.double()) if plain is None else None
             scale = fit if fit is not None and fit.alone else None
-        baseline = find_baseline(c, recipe, found, scale)
+        baseline = find_baseline(c, recipe, found, scale, not_fused)
         projection = None if self.projection is None else self.projection.head(batch, head)
         census = NonFiniteCensus()
         inputs = read_head(c, batch, head, self.device, census) if measured is None else measured.inputs
