@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from attn_diag.watching.live.linear_layers import Slice
+from attn_diag.watching.live.slices import Slice
 from attn_diag.watching.live.untraced import passed_by, untraced
 from attn_diag.watching.live.whole_copies import copied_on, stream_now, whole
 

@@ -19,18 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_diag.watching.live.held_products import HeldProducts, MadeWithProduct, Reads
-from attn_diag.watching.live.linear_layers import (
-    ROWS,
-    CapturedProjection,
-    Slice,
-    is_linear,
-    own_weight,
-    same_norms,
-    search,
-)
+from attn_diag.watching.live.linear_layers import ROWS, CapturedProjection, is_linear, own_weight, search
 from attn_diag.watching.live.pending import Pending
 from attn_diag.watching.live.places import attention_calls
 from attn_diag.watching.live.products import Product
+from attn_diag.watching.live.slices import Slice, same_norms
 from attn_diag.watching.live.untraced import passed_by
 
 _KEPT = 12

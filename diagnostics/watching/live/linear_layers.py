@@ -15,39 +15,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attn_diag.watching.live.axes import is_batched
+from attn_diag.watching.live.slices import Slice, same_norms, same_sizes, slices
 from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
-# Rotations leave the norm of a row as it is; BF16 changes it by less than this.
-_SAME_NORM = 0.02
 QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
 FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv", "to_qkv")
 # Of a sequence, so many are compared.
 ROWS = 8
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _KEPT = 12
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Which columns of a linear layer's output are q."""
-
-    heads: int
-    dim: int
-    groups: int = 0
-    """0: all columns are, or the first Hq * D (q, k and v one after the other). Else the output is
-    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM); or [Hq, 2, D]: a gate does."""
-
-    def columns(self, width: int, device: torch.device) -> Tensor | slice:
-        """Return the columns of q among ``width`` of them."""
-        if not self.groups:
-            return slice(0, self.heads * self.dim)
-        numbers = torch.arange(width, device=device).view(self.groups, -1, self.dim)
-        return numbers[:, : self.heads // self.groups].reshape(-1)
-
-    def of(self, y: Tensor) -> Tensor:
-        """Cut q [B, Hq, T, D] out of y [B, T, N]."""
-        picked = y[..., self.columns(y.shape[-1], y.device)]
-        return picked.reshape(*y.shape[:2], self.heads, self.dim).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -347,16 +323,6 @@ def by_rows(t: Tensor, batch: int, rows: int) -> Tensor | None:
     return t if t.dim() == 3 and tuple(t.shape[:2]) == (batch, rows) else None
 
 
-def _slices(width: int, heads: int, dim: int) -> list[Slice]:
-    if width < heads * dim:
-        return []
-    found = [Slice(heads, dim)]
-    kv = width // dim - heads
-    if width % dim == 0 and kv > 0 and kv % 2 == 0 and heads % (kv // 2) == 0:
-        found.append(Slice(heads, dim, groups=kv // 2))
-    return [*found, Slice(heads, dim, groups=heads)] if width == 2 * heads * dim else found  # Qwen3-Next: q and gate
-
-
 @torch.no_grad()
 def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjection | None:
     """Tell the projection by equal values; else by equal norms of rows, which rotations keep; else by usual names.
@@ -369,7 +335,7 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
     heads, dim = q.shape[1], q.shape[3]
     # Usual names first: at initialisation several projections may be zero, and equal.
     ordered = sorted(near, key=lambda one: one[1].rpartition(".")[2].lower() not in QUERY_NAMES + FUSED_NAMES)
-    candidates = [(layer, name, y, part) for layer, name, y in ordered for part in _slices(y.shape[-1], heads, dim)]
+    candidates = [(layer, name, y, part) for layer, name, y in ordered for part in slices(y.shape[-1], heads, dim)]
     wanted = q[:1, :, :ROWS]
     # Each comparison waits for the device: the usual case needs one.
     for layer, _, y, part in candidates:
@@ -378,18 +344,15 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
     for layer, _, y, part in candidates:
         if same_norms(part.of(y), wanted):
             return CapturedProjection(layer, part, exact=False)
-    for layer, name, y, part in candidates:
-        last = name.rpartition(".")[2].lower()
-        whole = y.shape[-1] == heads * dim * (2 if part.groups == heads else 1)
-        if (last in QUERY_NAMES and whole) or (last in FUSED_NAMES and not whole):
-            return CapturedProjection(layer, part, exact=False)
+    for layer, name, y in ordered:
+        last, times = name.rpartition(".")[2].lower(), y.shape[-1] / (heads * dim)
+        if (last in QUERY_NAMES and times in (1, 2)) or (last in FUSED_NAMES and times > 1):
+            fits = {part: same_sizes(part.of(y), wanted) for part in slices(y.shape[-1], heads, dim)}
+            best = max(fits, key=lambda part: fits[part])
+            # A gate may be beside q in ways that are not known.
+            if fits[best] or last in FUSED_NAMES or times == 1:
+                return CapturedProjection(layer, best, exact=False)
     return None
-
-
-def same_norms(one: Tensor, other: Tensor) -> bool:
-    """Whether their rows are as long as each other's: a rotation may lie between."""
-    norm = other.double().norm(dim=-1)
-    return bool((one.double().norm(dim=-1) - norm).norm() / norm.norm() < _SAME_NORM)
 
 
 for _ours in (MadeWith.weight, MadeWith.goes_back, MadeWithLayer.ran, MadeWithLayer.hands_over):

@@ -16,7 +16,8 @@ from attn_diag.watching.live.axes import heads_as_sequences, is_batched
 from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.hops import RingHops
-from attn_diag.watching.live.linear_layers import CapturedProjection, Slice
+from attn_diag.watching.live.linear_layers import CapturedProjection
+from attn_diag.watching.live.slices import Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.overwritten import DO_OVERWRITTEN, Held
 from attn_diag.watching.live.sites import Graph, LayOut
