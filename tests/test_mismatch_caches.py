@@ -210,9 +210,21 @@ def test_what_is_added_to_hide_keys_hides_them(value: float, kinds: list[str]) -
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize(("ends", "words"), [(0, ""), (1, "rollout 10 that train"), (-1, "train sees 12 keys that")])
-def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: str, everywhere: bool) -> None:
-    """It was an error, "q differs by 49.6 %: the projection … is another", or OK of the second layer alone."""
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        (0, ""),
+        (1, "rollout 10 that train"),
+        (-1, "train sees 12 keys that"),
+        (3, "rollout 18 that train"),
+        (-3, "train sees 36 keys that"),
+    ],
+)
+def test_a_mask_that_ends_keys_off_in_a_cache_of_fixed_size(ends: int, words: str, everywhere: bool) -> None:
+    """It was an error, "q differs by 49.6 %: the projection … is another", or OK of the second layer alone.
+
+    Where it ended more keys off, q was said to differ, or a window and a cache that holds other keys were named.
+    """
     draw = torch.Generator().manual_seed(3)
     attend = torch.nn.functional.scaled_dot_product_attention
     place = torch.arange(LENGTH + 8)
@@ -232,3 +244,25 @@ def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: s
     found = attn_diag.mismatch(trainer, calls).causes
     assert [(cause.layer, cause.kind) for cause in found] == [(i, "mask") for i in range(1 - everywhere, 2) if ends]
     assert all(words in cause.words for cause in found)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_rows_of_a_sequence_that_ended_before_others_of_its_batch_are_not_compared(fixed: bool) -> None:
+    """Their mask hides what they write; "the runs part: masks", as the trainer has rows of padding there."""
+    draw = torch.Generator().manual_seed(3)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(2, 2, LENGTH, 32, generator=draw).bfloat16() for _ in range(3))
+    trainer = {"q": q, "k": k, "v": v, "o": attend(q, k, v, is_causal=True)}
+    ends = torch.tensor([LENGTH, PROMPT + 2])[:, None, None, None]
+    calls = []
+    for step, rows in enumerate([slice(0, PROMPT), *(slice(t, t + 1) for t in range(PROMPT, LENGTH))]):
+        held = {name: t.clone() for name, t in (("k", k), ("v", v))}
+        for t in held.values():
+            t[:, :, rows.stop :] = 0
+        place = torch.arange(LENGTH if fixed else rows.stop)
+        mask = (place <= torch.arange(LENGTH)[rows, None]) & (place < ends)
+        one = {"q": q[:, :, rows], "mask": mask, **{name: t[:, :, : len(place)] for name, t in held.items()}}
+        calls.append(Capture.from_tensors({**one, "o": attend(one["q"], one["k"], one["v"], mask)}, layer=0, step=step))
+    found = attn_diag.mismatch(Capture.from_tensors(trainer, causal="top-left", layer=0), calls)
+    assert not found.causes
+    assert found.tokens == LENGTH + PROMPT + 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_diag.analyses.mismatch.merges import HopPart, Way, merges_of, sums_of
-from attn_diag.analyses.mismatch.tokens import own_bias
+from attn_diag.analyses.mismatch.own_keys import own_bias
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.hops import hop_keys, hop_name
 from attn_diag.head.read import read_float64, read_head

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_diag.analyses.mismatch.tokens import SequencePart, TokenRun, TokenSequence, own_bias, own_keys
+from attn_diag.analyses.mismatch.own_keys import own_bias, own_keys
+from attn_diag.analyses.mismatch.tokens import SequencePart, TokenRun, TokenSequence
 from attn_diag.captures.capture import Capture
 from attn_diag.head.read import read_float64, read_head
 
@@ -166,8 +167,9 @@ def _piece(run: TokenRun, part: SequencePart, layer: int, head: int, device: tor
     if not bool(visible[rows].any(1).all()):
         return None
     seen = int(own[-1])
-    if len(h.k) == part.held and abs(off := int(part.tokens[0]) - part.offset - int(own[0])) == 1:
-        own = own + off  # a mask that is one key off: its own key is where it is in the layer that was put together
+    off = int(part.tokens[0]) - part.offset - int(own[0])
+    if len(h.k) == part.held and (abs(off) == 1 or len(own) == 1):
+        own = own + off  # a mask that ends at another key: its own is where it is in the layer that was put together
     keys = slice(int(visible[rows].int().argmax(1).min()), max(int(own[-1]), seen) + 1)
     offset = int(part.tokens[0]) - int(own[0])
     finite = torch.ones(len(h.k), dtype=torch.bool, device=device)

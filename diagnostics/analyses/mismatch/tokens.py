@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_diag.analyses.mismatch.own_keys import OwnKeys, own_bias, own_keys, values_of
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.dropout import KEPT
 from attn_diag.captures.merge import left_apart, merged_over_ranks, ranks_of
 from attn_diag.captures.sources import TensorSource
 from attn_diag.errors import InputError
-from attn_diag.head.read import read_float64, read_head
-from attn_diag.reference import AttentionHead, hides
+from attn_diag.head.read import read_head
 
 # So many of the newest tokens of a cache are compared with a sequence's.
 _TAIL = 64
@@ -31,8 +31,6 @@ _TAIL = 64
 _SAME_TOKENS = 0.25
 # A token is the same where its v points the same way: of two tokens directions are 140 % apart, 50 % is far from both.
 _SAME_DIRECTION = 0.5
-# Additive masks hide keys by -1e4 or less, where scores are far smaller: below -104 exp is 0 in fp32.
-_HIDING, _NOTHING = -9000.0, 104.0
 # So many first tokens are the same by no chance.
 _TELLING = 4
 
@@ -133,15 +131,12 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> T
     calls, notes = by_layer(captures)
     sequences: list[TokenSequence] = []
     heads = math.gcd(*(c.kv_heads for c in calls[guide].values()))
-    before: Capture | None = None
-    for key, capture in calls[guide].items():
+    own = OwnKeys(tuple(calls[guide].values()), heads, device)
+    for at, (key, capture) in enumerate(calls[guide].items()):
         taken: set[int] = set()
         for item in range(capture.batch):
-            values = partial(_values, capture, item, heads, device)
-            then = None if before is None or item >= before.batch else partial(_values, before, item, heads, device)
-            for part in _parts(capture, key, item, device, _written(values, then) if capture.q_length == 1 else None):
-                _append(sequences, part, values, taken)
-        before = capture
+            for part in _parts(capture, key, item, device, own.masked(at, item)):
+                _append(sequences, part, partial(values_of, capture, item, heads, device), taken)
     if not sequences:
         raise InputError(f"{captures[0].source}: no row of layer {guide} sees a key; expected the rows of a run")
     return TokenRun(calls, tuple(sequences), max(c.q_heads for c in calls[guide].values()), tuple(notes))
@@ -206,49 +201,20 @@ def _unfolded(capture: Capture, q_heads: int) -> Capture:
     return replace(capture, tensors=tensors)
 
 
-def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Tensor:
-    """What is added to the scaled scores of one head, -inf where a key is hidden; float64 [Tq, Tk]."""
-    q_length, k_length = len(read.q), len(read.k)
-    bias = torch.zeros(q_length, k_length, dtype=torch.float64, device=read.q.device)
-    read.apply_mask(bias, slice(0, q_length), slice(0, k_length))
-    if (mask := capture.mask(item, head)) is not None:
-        added = mask[0].to(bias.device)
-        bias.masked_fill_(hides(added), -torch.inf)
-        if added.dtype != torch.bool and bool((low := added <= _HIDING).any()):
-            largest = abs(read.scale) * float(read.q.norm(dim=1).amax() * read.k.norm(dim=1).amax())
-            if 2 * largest + _NOTHING < -_HIDING:
-                bias.masked_fill_(low, -torch.inf)
-    return bias
-
-
-def _written(now: Callable[[slice], Tensor], then: Callable[[slice], Tensor] | None) -> int | None:
-    """The key that a call of one row wrote, whether it sees it or not: what its cache has more, or otherwise, than that
-    of the call before; None: not known."""
-    if then is None:
-        return None
-    values, old = now(slice(None)), then(slice(None))
-    if len(values) == len(old) + 1:
-        return len(old)
-    if values.shape != old.shape:
-        return None
-    changed = (values != old).flatten(1).any(1).nonzero()[:, 0].tolist()
-    return int(changed[0]) if len(changed) == 1 else None
-
-
 def _parts(
-    capture: Capture, key: CallKey, item: int, device: torch.device, written: int | None
+    capture: Capture, key: CallKey, item: int, device: torch.device, masked: int | None
 ) -> Iterator[SequencePart]:
     """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart.
 
-    ``written``: see ``_written``.
+    ``masked``: see ``OwnKeys.masked``.
     """
     visible = own_bias(capture, item, 0, read_head(capture, item, 0, device).head) > -torch.inf
     seen = visible.any(1)
     if not bool(seen.any()):
         return
     last = own_keys(visible)
-    if written is not None and abs(written - int(last[0])) == 1:  # a mask that is one key off
-        last = torch.full_like(last, written)
+    if masked is not None:
+        last = torch.full_like(last, masked)
     rows = seen.nonzero()[:, 0]
     # Rows of padding behind a sequence see its last token, whose own row comes first.
     fresh = torch.ones_like(rows, dtype=torch.bool)
@@ -264,24 +230,6 @@ def _parts(
         start = int(first[of].min())
         keys = slice(start, int(own[of][-1]) + 1)
         yield SequencePart(key, item, rows[of].cpu(), own[of].cpu(), keys, -start, visible.shape[1])
-
-
-def own_keys(visible: Tensor) -> Tensor:
-    """Index of every row's own key, int64 [Tq]: the last one that it sees."""
-    count = visible.shape[1]
-    last = count - 1 - visible.flip(1).int().argmax(1)
-    seen = visible.any(1)
-    if bool((last[seen] == last[seen][0]).all()) and visible.shape[0] == count > 1:
-        # Every row sees the last key: a row's own key is then the one in its place.
-        return torch.arange(count, device=visible.device)
-    return last
-
-
-def _values(capture: Capture, item: int, heads: int, device: torch.device, keys: slice) -> Tensor:
-    """v of these keys and so many heads, [keys, Hk, Dv]: of those that were repeated for GQA one each."""
-    every = range(0, capture.kv_heads, capture.kv_heads // heads)
-    found = [read_float64(capture, "v", item, head, device) for head in every]
-    return torch.stack([v[keys] for v in found if v is not None], 1)
 
 
 def _lost(before: TokenSequence, part: SequencePart, values: Tensor) -> LostKeys | None:

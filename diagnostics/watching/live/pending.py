@@ -17,10 +17,10 @@ from attn_diag.watching.live.call import AttentionCall
 from attn_diag.watching.live.gradients_to_come import GradientToCome
 from attn_diag.watching.live.hops import RingHops
 from attn_diag.watching.live.linear_layers import CapturedProjection
-from attn_diag.watching.live.slices import Slice
 from attn_diag.watching.live.operator_calls import OperatorBackward, OperatorCall, cut
 from attn_diag.watching.live.overwritten import DO_OVERWRITTEN, Held
 from attn_diag.watching.live.sites import Graph, LayOut
+from attn_diag.watching.live.slices import Slice
 from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]

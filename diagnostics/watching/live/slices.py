@@ -54,7 +54,7 @@ def same_norms(one: Tensor, other: Tensor) -> bool:
 
 
 def same_sizes(one: Tensor, other: Tensor) -> float:
-    """How well features' sizes agree where a norm with weights and a rotation may lie between; 0: no more than by chance.
+    """How well features' sizes agree where a norm and a rotation may lie between; 0: no more than by chance.
 
     The correlation of log sizes of the pairs of features that rotate together, without what a row and a pair have in
     common. ``one``, ``other``: [B, H, R, D].
