@@ -39,6 +39,8 @@ _NAMED = 0.05
 _KEPT = ("scores", "difference", "row_max", "row_sum", "range_pv", "accumulator")
 # What every kernel of 16-bit inputs rounds.
 _EVERYWHERE = ("probs", "out", "backward_probs", "dscores", "dq")
+# Where a head's reason goes on with the recipe that is nearest to it.
+_NEAREST = " (nearest: "
 KINDS = {"COARSE": "bold red", "UNKNOWN": "bold yellow", "NORMAL": "bold green"}
 """What a report begins with, the gravest first, and its style."""
 _UNITS = {
@@ -119,7 +121,8 @@ def grouped(all_heads: Iterable[HeadAttribution]) -> list[MadeAlike]:
         if kind == "COARSE":
             first = " ".join(site.site for site in _larger(_coarse(head), (quantity, "o")))
         elif kind == "UNKNOWN":
-            first = max(known, key=lambda s: s.effects[quantity].share).site
+            # Of attention whose bits are known the reason says more than which recipe is nearest.
+            first = max(known, key=lambda s: s.effects[quantity].share).site + head.unfit.partition(_NEAREST)[0]
         elif max(s.effects[quantity].share for s in known) > CANCELLED:
             first = "cancelled"
         groups.setdefault((kind, first, quantity), []).append(head)
@@ -192,6 +195,8 @@ def _sentence(kind: str, quantity: str, heads: list[HeadAttribution]) -> str:
         largest = f"the errors of several sites cancel in {name}, so that none makes it alone"
     if kind == "UNKNOWN":
         why, recipe = str(heads[0].unfit).partition(": no rounding")[0].rstrip("."), heads[0].recipe.partition(",")[0]
+        if len({h.unfit for h in heads}) > 1:
+            why = why.replace(_NEAREST, f" (nearest in {head_name(heads[0].layer, heads[0].head)}: ")
         return f"{where}: {why}. Nothing is attributed; in {recipe} itself {largest} ({off}; emulated)"
     how = "emulated" if heads[0].agreement is None else "emulated with the recipe that has the kernel's bits"
     common = ", as in good kernels" if not cancelled and all(s.site in _EVERYWHERE for s in sites_of) else ""

@@ -49,6 +49,21 @@ def test_attribute_and_what_if_know_it_too() -> None:
     assert "not fused" not in attn_diag.attribute(q, k, v, **other).heads[0].unfit
 
 
+def test_the_first_line_does_not_say_of_all_heads_what_is_known_of_one() -> None:
+    """It said "H0-2: … its bits are those of attention that is not fused", and of "S and P" where P alone is cast."""
+    q, k, v = (t[:, [0, 1, 1]] for t in inputs(torch.bfloat16, 1.0))
+    o = plain(q, k, v, 32**-0.5).clone()
+    o[0, 1, 30:40] *= 1.02
+    o[0, 2] *= 1.02
+    call: Any = {"o": o, "causal": True, "device": "cpu"}
+    first, *rest = attn_diag.attribute(q, k, v, **call).report().split("\n\n")[0].split("Nothing is attributed")
+    assert "H0: No recipe that is known here made this O: its bits are those of attention" in " ".join(first.split())
+    assert "fa2 is a fused kernel's" in " ".join(first.split())
+    assert "fp32" not in first
+    assert "not fused" not in " ".join(rest)
+    assert "H1-2: No recipe that is known here made this O (nearest in H1: " in " ".join(" ".join(rest).split())
+
+
 def test_another_scale_is_not_taken_for_it() -> None:
     q, k, v = inputs(torch.bfloat16, 1.0)
     found = attn_diag.identify(q, k, v, o=plain(q, k, v, 1.01 * 32**-0.5), causal="top-left")

@@ -296,8 +296,12 @@ def find_baseline(
     unfit = ""
     if wanted is None and found is not None:
         nearest = found.nearest if scale is None else f"{found.nearest}; {scale.words}"
-        whose = found.loop or (f"attention that is not fused ({not_fused})" if not_fused else "")
-        why = f": its bits are those of {whose}, where {recipe.name} keeps fp32" if whose else f" (nearest: {nearest})"
+        why = f" (nearest: {nearest})"
+        if found.loop:
+            why = f": its bits are those of {found.loop}, where {recipe.name} keeps fp32"
+        elif not_fused:
+            fused = f"and {recipe.name} is a fused kernel's"
+            why = f": its bits are those of attention that is not fused ({not_fused}), {fused}"
         unfit = f"No recipe that is known here made this O{why}."
     return Baseline(recipe, recipe.name, "assumed" if wanted is None else "given", unfit=unfit)
 
