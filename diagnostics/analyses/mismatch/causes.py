@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.projected import of_few_tokens
 from attn_diag.analyses.mismatch.rotation import other_angles
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.small_words import words_of
@@ -24,6 +25,8 @@ _RUNS: tuple[RunName, RunName] = ("train", "rollout")
 # Half a dozen roundings stand between the token and q, k, v of one layer, or between one layer and the next: the
 # norm, the product, the bias, RoPE, each at most one unit. Differences above are none of one layer's roundings.
 _ROUNDINGS = 8
+# Between one and the same x and q, k, v eight of them (half a unit each in the mean) leave two runs two units apart.
+_OF_SAME_INPUT = 4
 # What came in may be amplified, but not by so much in one layer.
 _JUMP = 4.0
 # From so many units on, a jump that may be rounding still is worth a sentence.
@@ -71,9 +74,11 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         does = "holds" if len(stored.which) == 1 else "hold"
         words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
         causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
+    changed = False
     for which_run, run in enumerate(_RUNS):
         changes = changed_in_cache([(h.head, h.rows[which_run]) for h in found.heads], found.units[which_run])
         if changes:
+            changed = True
             words, rounding = cache_words(run, changes)
             cause = _cause(found.layer, "storage", run, words, fitted=True, place="projection")
             causes.append(cause if rounding else replace(cause, label="unnamed"))
@@ -82,11 +87,14 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
+    # Beside what is stored below 16 bits the others may be another's.
+    told = {*(["q", "k", "v"] if changed else stored.which if stored is not None else ())}
     if (
-        not any(c.kind in ("position", "weights", "norm", "storage") for c in causes)
-        and (jump := _jump(found, result, before)) is not None
+        not any(c.kind in ("position", "weights", "norm") for c in causes)
+        and len(told) < len("qkv")
+        and (jump := _jump(found, result, before, told)) is not None
     ):
-        coarse = _coarse_in_both(found, result) if jump[0] == "projection" else None
+        coarse = _coarse_in_both(found, result) if jump[0] == "projection" and not told else None
         causes.append(coarse or _cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
     return causes
 
@@ -265,20 +273,20 @@ def _angles(found: ComparedLayer) -> Iterator[MismatchCause]:
         which, most = " and ".join(one.which for one in turned), max(turned, key=lambda one: one.size)
         are = "is" if len(turned) == 1 else "are"
         words = (
-            f"RoPE's angles are others (another base, scaling or precision): {which} of rollout {are} train's with "
-            f"each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
+            f"RoPE's angles are others (another base, scaling or precision, other positions, or turned twice or not at "
+            f"all): {which} of rollout {are} train's with each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
         )
         explained = min(one.explained for one in turned)
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
-def _furthest(found: ComparedLayer, result: MismatchLayer) -> tuple[str, float]:
-    """Which of q, k and v are furthest apart, and how far, relative.
+def _furthest(found: ComparedLayer, result: MismatchLayer, told: Collection[str] = ()) -> tuple[str, float]:
+    """Which of q, k and v, but those that have a cause, are furthest apart, and how far, relative.
 
     A quantiser of few bits in both runs makes whole steps of what came in as rounding, in few elements. On average it
     neither widens nor narrows a difference: between its numbers the mean of |b - a| is what came in.
     """
-    sizes = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
+    sizes = {name: float(getattr(result, name)) for name in ("q", "k", "v") if name not in told}
     for name in sizes:
         if sizes[name] > _ROUNDINGS * found.unit:
             a, b = (torch.cat([getattr(head.rows[side], name) for head in found.heads]) for side in (0, 1))
@@ -288,12 +296,14 @@ def _furthest(found: ComparedLayer, result: MismatchLayer) -> tuple[str, float]:
     return worst, sizes[worst]
 
 
-def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLayer) -> tuple[Place, str] | None:
+def _unseen_jump(
+    found: ComparedLayer, result: MismatchLayer, before: MismatchLayer, told: Collection[str]
+) -> tuple[Place, str] | None:
     """The same without x: what came in is what q, k, v and O of the layer before show, and two steps lie between."""
     if before.layer != found.layer - 1:
         return None  # what the layers between did is not known
     came_in = max(float(getattr(before, name)) for name in ("q", "k", "v", "difference"))
-    worst, size = _furthest(found, result)
+    worst, size = _furthest(found, result, told)
     if size <= max(2 * _ROUNDINGS * found.unit, _JUMP**2 * came_in):
         return None
     return "stream", (
@@ -306,7 +316,8 @@ def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLa
 def _coarse_in_both(found: ComparedLayer, result: MismatchLayer) -> MismatchCause | None:
     """What is said where all that differs are FP8 numbers in both runs, by no more than a rounding in each makes."""
     apart = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
-    apart = {name: size for name, size in apart.items() if size > _ROUNDINGS * found.unit}
+    limit = (_OF_SAME_INPUT if result.x == 0 else _ROUNDINGS) * found.unit
+    apart = {name: size for name, size in apart.items() if size > limit}
     for name, size in apart.items():
         both = [format_below(torch.cat([getattr(head.rows[side], name) for head in found.heads])) for side in (0, 1)]
         units = [0.0 if fmt is None else rounding_unit(fmt) for fmt in both]
@@ -321,7 +332,9 @@ def _coarse_in_both(found: ComparedLayer, result: MismatchLayer) -> MismatchCaus
     return replace(cause, label="unnamed")
 
 
-def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
+def _jump(
+    found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer], told: Collection[str]
+) -> tuple[Place, str] | None:
     """Whether x, or q, k and v, differ by more than this layer's roundings and what came in explain."""
     limit = _ROUNDINGS * found.unit
     earlier = [layer.difference for layer in before[-1:]] + [
@@ -335,12 +348,16 @@ def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mismatch
             "embedding, projection of O, dropout) is another"
         )
     if result.x is None and before:
-        return _unseen_jump(found, result, before[-1])
-    worst, size = _furthest(found, result)
+        return _unseen_jump(found, result, before[-1], told)
+    worst, size = _furthest(found, result, told)
+    limit = _OF_SAME_INPUT * found.unit if result.x == 0 else limit
     if size > max(limit, _JUMP * (result.x or 0.0)):
         beside = "" if result.x is None else f", x by {percent(result.x)}"
+        if (few := of_few_tokens(found, worst, max(limit, _JUMP * (result.x or 0.0)))) is not None:
+            return "projection", f"{worst} differs by {percent(size)}{beside}: {few}"
+        kept = "" if worst == "q" else ", or a cache below 16 bits behind it"
         return "projection", (
             f"{worst} differs by {percent(size)}{beside}: the projection (weights, bias, norm, position encoding or "
-            "the order of heads) is another; not told which"
+            f"the order of heads) is another{kept}; not told which"
         )
     return None
