@@ -132,7 +132,7 @@ def _meaning(finding: SharedFinding) -> str:
     if finding.label == "wrong" and finding.formats:
         return "Numbers lost so many bits that the result is another function's."
     said = _MEANING.get(finding.label, "")
-    return said.replace("no rounding error", "no 8-bit rounding error") if finding.of_few_bits else said
+    return said.replace("no rounding error", "no FP8 rounding error") if finding.of_few_bits else said
 
 
 def _head(worst: WorstHead) -> str:

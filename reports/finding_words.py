@@ -134,7 +134,9 @@ def _effect(finding: SharedFinding) -> str:
     if (worse := _worse_gradient(finding)) is not None:
         return f"Matters {_degree(finding)}: {SYMBOLS[worse]} {percent(_error(finding, worse))} off"
     if finding.gradients is None and finding.dw_q_error is None:
-        return "Matters much: O is another function" if _wrong_o(finding) else "Matters: not known without dO"
+        if not _wrong_o(finding):
+            return "Matters: not known without dO"
+        return "Matters much, unless it is meant" if finding.formats else "Matters much: O is another function"
     other = finding.dq_error_well_rounded
     beside = (
         ""
@@ -254,7 +256,9 @@ def matters(finding: SharedFinding) -> str:
         off = f"the gradient {SYMBOLS[worse]} is up to {percent(_error(finding, worse))} off"
         return f"{_degree(finding)}: {off}{beside}."
     if finding.gradients is None and finding.dw_q_error is None:
-        return f"{_ANOTHER}." if _wrong_o(finding) else "not known; without dO (and dQ) no gradient can be judged."
+        if not _wrong_o(finding):
+            return "not known; without dO (and dQ) no gradient can be judged."
+        return f"{_of_wrong_o(finding)}."
     other = finding.dq_error_well_rounded
     how = "predicted (from delta) to be " if finding.gradients == "predicted" else ""
     beside = (
@@ -267,7 +271,7 @@ def matters(finding: SharedFinding) -> str:
         weights += ". Runs that blew up had dW_Q 11 to 42 % off shortly before"
     if _wrong_o(finding):
         said = f"dQ is {how}{percent(finding.dq_error)} off{beside}"
-        return f"{_ANOTHER}; {said}."
+        return f"{_of_wrong_o(finding)}; {said}."
     size = f"the gradient dQ is {how}up to {percent(finding.dq_error)} off{beside}"
     alone = " in one step (whether the errors add up over steps is not known)" if finding.label == "biased" else ""
     return f"{_degree(finding)}{alone}: {size}{weights}."
@@ -291,6 +295,11 @@ def _worse_gradient(finding: SharedFinding) -> Quantity | None:
 
 def _error(finding: SharedFinding, quantity: Quantity | None) -> float:
     return 0.0 if quantity is None else (finding.errors or {}).get(quantity, 0.0)
+
+
+def _of_wrong_o(finding: SharedFinding) -> str:
+    """What a wrong O does: one of numbers of a few bits is meant so where these are."""
+    return "much, unless these bits are meant to be lost" if finding.formats else _ANOTHER
 
 
 def _wrong_o(finding: SharedFinding) -> bool:
@@ -340,7 +349,9 @@ def sure(finding: SharedFinding) -> str:
         return f"certain: {fault(finding)}, not the inputs'{unknown(finding)}."
     if finding.label == "wrong":
         if finding.of_few_bits:
-            return "certain: 8 bits in all rows make less; kernel or capture is at fault."
+            whole = finding.cause is None or finding.cause.words.startswith("all ")
+            less = "FP8 in all rows makes less" if whole else "no rounding that was tried makes that"
+            return f"certain: {less}; kernel or capture is at fault."
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."

@@ -145,7 +145,7 @@ def _casts() -> tuple[CastProbs, ...]:
         *(replace(one, schedule=order) for one in (*fixed, *own) for order in orders),
         *(replace(one, schedule=None) for one in fixed),
         *(
-            CastProbs("INT8", f"in steps of 1/{n}", quantizer("int8", block="tensor"), 1.0, None, steps=n)
+            CastProbs("INT8", f"in steps of 1/{n}", quantizer("int8", block="tensor"), None, None, steps=n)
             for n in (_MOST_CODES + 1, _MOST_CODES)
         ),
     )

@@ -120,11 +120,11 @@ def is_explained(verdict: QuantityVerdict) -> bool:
 def no_rounding(patterns: Sequence[Pattern]) -> str:
     """What is said behind how far off a wrong quantity is that shows these patterns.
 
-    Fewer bits than 8 make as much in all rows, and 8 in some rows alone.
+    Fewer bits than 8, and 8 in steps of one size (a softmax in INT8), make as much in all rows, and FP8 in some alone.
     """
     if patterns and not patterns[0].of_few_bits:
         return ", which no rounding makes"
-    return ", which no 8-bit rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
+    return ", which no FP8 rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
 
 
 # How a verdict's words end where rows that see no key hold something.

@@ -113,7 +113,7 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
         return lost + _OR_BEYOND if near else lost
     if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
         return (
-            SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
+            SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to FP8 makes less", 1)
             + _OR_FEWER_BITS
         )
     return SUGGESTIONS["wrong"]
