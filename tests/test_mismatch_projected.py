@@ -102,6 +102,21 @@ def test_weights_of_another_step_are_no_rounding() -> None:
     assert ", x by 0 %: the projection (weights, bias," in found.headline
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.03])
+def test_what_is_wrong_beside_a_window_is_told(scale: float) -> None:
+    """The window explains 99.2 % of the square, and that was all that was said of a scale 3 % too large."""
+    train, rollout = (_side(0) for _ in range(2))
+    q, k, v = (rollout.tensors[name].float() for name in "qkv")
+    t = torch.arange(TOKENS)
+    hidden = (t > t[:, None]) | (t <= t[:, None] - 64)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    o = ((q @ k.mT * (scale * WIDTH**-0.5)).masked_fill(hidden, -torch.inf).softmax(-1) @ v).bfloat16()
+    other = Capture.from_tensors({**rollout.tensors, "o": o}, causal="top-left", layer=0)
+    (cause,) = attn_diag.mismatch(train, other).causes
+    assert cause.kind == "window"
+    assert (", and more is wrong, or rounded coarsely, there: that leaves " in cause.words) == (scale != 1)
+
+
 @pytest.mark.parametrize("moved", [0.0, 1e-5])
 def test_the_same_weights_are(moved: float) -> None:
     assert not _run(moved=moved).causes

@@ -148,7 +148,7 @@ def _cause(
 def _of_fit(layer: int, side: RunName, fit: LayerFit, heads: Sequence[RunRows]) -> Iterator[MismatchCause]:
     """``heads``: that run's rows of each."""
     if fit.best is not None:
-        words = f"{side} computes with {fit.best.words}"
+        words = f"{side} computes with {fit.best.words}{fit.beside}"
         yield _cause(layer, fit.best.kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
         return
     if not fit.coarse:
