@@ -74,6 +74,16 @@ def test_a_token_that_is_another_is_told_with_its_place(change: Changed, said: s
     assert "weights" not in found.headline
 
 
+def test_tokens_that_are_the_same_again_are_told() -> None:
+    """Of the first layer, whose v tells tokens, it was "the same tokens only up to number 40"."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, _written(k, 40, 90), _written(v, 40, 90)
+
+    (note,) = (n for n in attn_diag.mismatch(_side(0), _side(0, written)).notes if "number 40" in n)
+    assert "up to number 40, another v there and 87 of 87 the same again after it (another token, or an entry" in note
+
+
 def test_a_cache_in_int4_is_storage() -> None:
     """It was "the projection (weights, bias, …) is another"."""
     found = _run(lambda q, k, v: (q, _int4(k), _int4(v)))
