@@ -13,7 +13,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, Quantity
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, TRIED, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -349,9 +349,12 @@ def sure(finding: SharedFinding) -> str:
         return f"certain: {fault(finding)}, not the inputs'{unknown(finding)}."
     if finding.label == "wrong":
         if finding.of_few_bits:
+            # FP32 inputs are held against kernels through BF16, and formats below 16 bits by name.
             whole = finding.cause is None or finding.cause.words.startswith("all ")
+            whole = whole and TRIED not in finding.words
             less = "FP8 in all rows makes less" if whole else "no rounding that was tried makes that"
-            return f"certain: {less}; kernel or capture is at fault."
+            meant = ", or 8 bits or fewer are meant there" if TRIED in finding.words else ""
+            return f"certain: {less}; kernel or capture is at fault{meant}."
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."

@@ -274,7 +274,8 @@ def _angles(found: ComparedLayer) -> Iterator[MismatchCause]:
         are = "is" if len(turned) == 1 else "are"
         words = (
             f"RoPE's angles are others (another base, scaling or precision, other positions, or turned twice or not at "
-            f"all): {which} of rollout {are} train's with each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
+            f"all): {which} of rollout {are} train's with each pair of features turned, pair {most.pair} most, by "
+            f"{number(most.size)} radians (rms)"
         )
         explained = min(one.explained for one in turned)
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
