@@ -74,6 +74,21 @@ def test_a_token_that_is_another_is_told_with_its_place(change: Changed, said: s
     assert "weights" not in found.headline
 
 
+def test_of_several_sequences_no_token_is_said() -> None:
+    """They have other numbers of rows."""
+
+    def shorter(layer: int) -> Capture:
+        capture = _side(layer, lambda q, k, v: (q.flip(3), k.flip(3), v.flip(3)))
+        part = {n: t[:, :90] if n == "x" else t[:, :, :90] for n, t in capture.tensors.items()}
+        return Capture.from_tensors(part, causal="top-left", layer=layer)
+
+    first, second = _side(0), _side(1, lambda q, k, v: (q, _written(k, 40, 90), v))
+    other = [shorter(layer) for layer in (0, 1)]
+    found = attn_diag.mismatch([first, other[0], _side(1), other[1]], [first, other[0], second, other[1]])
+    assert [c.kind for c in found.causes] == ["unnamed-input"]
+    assert ": the projection (weights, bias, " in found.headline
+
+
 def test_tokens_that_are_the_same_again_are_told() -> None:
     """Of the first layer, whose v tells tokens, it was "the same tokens only up to number 40"."""
 

@@ -1,4 +1,4 @@
-"""Sentences that were untrue: of a feature that stands out, of a softmax in INT8, of factors beside a lossy gradient."""
+"""Sentences that were untrue: of a feature that stands out, a softmax in INT8, factors beside a lossy gradient."""
 
 from __future__ import annotations
 

@@ -144,7 +144,8 @@ class CapturePatterns:
                 patterns = find_patterns(replace(evidence, outlying=marked, features=no_features))
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
-        if verdict.patterns and verdict.patterns[0].kind == "features" and not outlying and _merely_off(patterns):
+        by_features = bool(verdict.patterns) and verdict.patterns[0].kind == "features" and not outlying
+        if by_features and patterns and all(one.of_few_bits for one in patterns):
             patterns = list(verdict.patterns)  # all rows are off by rounding as well, which says nothing
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
         if bad and (not patterns or patterns[0].kind in MERE_PLACES):
@@ -339,11 +340,6 @@ class CapturePatterns:
         if "o" in c.observations[observation]:
             seen = logit_in_out(c, observation, batch, head, self._device)
         return other_sinks(c, head, seen)
-
-
-def _merely_off(patterns: Sequence[Pattern]) -> bool:
-    """Whether all that they say is how far off rows are."""
-    return bool(patterns) and all(one.of_few_bits for one in patterns)
 
 
 def _convinces(patterns: Sequence[Pattern]) -> bool:
