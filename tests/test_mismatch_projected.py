@@ -131,7 +131,7 @@ def test_weights_of_another_step_are_no_rounding() -> None:
 def test_what_is_wrong_beside_a_window_is_told(scale: float) -> None:
     """The window explains 99.2 % of the square, and that was all that was said of a scale 3 % too large."""
     train, rollout = (_side(0) for _ in range(2))
-    q, k, v = (rollout.tensors[name].float() for name in "qkv")
+    q, k, v = (torch.as_tensor(rollout.tensors[name]).float() for name in "qkv")
     t = torch.arange(TOKENS)
     hidden = (t > t[:, None]) | (t <= t[:, None] - 64)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import first_head
+from builders import first_head, some
 from torch import Tensor
 
 import attn_diag
@@ -76,7 +76,7 @@ def test_an_fp32_kernel_is_not_held_against_fp8() -> None:
     (finding,) = found.findings
     assert "which no rounding that was tried makes: all rows (121 of 128) are 0.79 % off" in finding.words
     assert sure(finding).startswith("certain: no rounding that was tried makes that; ")
-    advice = first_head(found).verdict.suggestions[0]
+    advice = some(first_head(found).verdict).suggestions[0]
     assert advice.startswith("No rounding that was tried makes this error: ")
     assert "FP8" not in advice + finding.words
     assert sure(finding).endswith("is at fault, or 8 bits or fewer are meant there.")
