@@ -34,6 +34,8 @@ SOFTMAX = (*SCORES, "difference", "row_max", "exp", "exp_degree", "rescaling", "
 PROBS = (*SOFTMAX, "probs", "probs_scale", "quantize_probs")
 PRODUCT = (*PROBS, "dropout_factor", *OF_VALUES, "pv_sums")
 Key = tuple[object, ...]
+# Hugging Face hides keys by a format's lowest number, which times log2(e) leaves fp32 and makes inf - inf.
+_LOWEST = -(2.0**100)
 
 
 # attrgetter for the same fields again and again.
@@ -184,6 +186,8 @@ def masked_scores(recipe: Recipe, block: Block, keys: slice, *, masked: bool = T
             scores = scores.clone()  # the product is shared
         if masked:
             head.apply_mask(scores, block.rows, keys, block.operands.factor(recipe))
+            if block.operands.has_bias:
+                scores.masked_fill_((scores < _LOWEST) & (scores > -torch.inf), _LOWEST)
         return scores
 
     if not masked:

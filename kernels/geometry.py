@@ -116,12 +116,23 @@ class Geometry:
     """What ALiBi's slopes are multiplied by: j - position(t), -|j - position(t)|, j, or j - (Tk - 1)."""
 
     @property
+    def plain(self) -> bool:
+        """Whether all rows of dense sequences are run through tensor descriptors, and nothing but O and L is kept."""
+        special = self.documents or self.page_size or self.group > 1 or self.split or self.listed
+        watched = self.rows or self.unrounded or self.dump
+        return self.tma and not special and not watched
+
+    @property
     def absorbed(self) -> bool:
         """Whether this is a plain call over absorbed MLA's latent, which ``triton_latent`` has kernels for."""
-        special = self.documents or self.page_size or self.group > 1 or self.split
-        watched = self.rows or self.unrounded or self.dump
-        latent = self.latent and self.tma and (self.head_dim, self.value_dim) == (576, 512)
-        return latent and not special and not watched
+        return self.plain and self.latent and (self.head_dim, self.value_dim) == (576, 512)
+
+    @property
+    def in_warpgroups(self) -> bool:
+        """Whether this is a plain call over as many features as ``triton_warpgroups`` has a kernel for."""
+        wide = (self.block_d, self.rest_d, self.block_dv) in ((128, 0, 128), (256, 0, 256))
+        codes = self.scores_of != "given" or self.values_of != "given"
+        return self.plain and wide and not (self.latent or self.ranges or codes)
 
 
 def forward_geometry(

@@ -11,8 +11,9 @@
     O = O_bar (1 / l), rounded once to ``out``;  L = m + ln l
 
 A range of one tile of keys is walked once, as production kernels do (``_walk_tiles``); a wider one twice, for its
-maximum first (``_walk_ranges``). Absorbed MLA has a kernel of its own on Hopper, with the same bits
-(``triton_latent``). Source of the algorithm: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
+maximum first (``_walk_ranges``). On Hopper absorbed MLA and long plain calls of more than 64 features have kernels of
+their own, with the same bits (``triton_latent``, ``triton_warpgroups``). Source of the algorithm: Dao,
+"FlashAttention-2", arXiv 2307.08691, algorithm 1.
 
 What differs between a GPU and Triton's interpreter, given the same inputs; the rounding sites are bit for bit the same:
 
@@ -29,7 +30,7 @@ What differs between a GPU and Triton's interpreter, given the same inputs; the 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,12 +120,17 @@ def forward(
     scores = new(n_slots, k_length, dtype=_kept_scores(recipe, sequences))
     probs = new(n_slots, k_length, dtype=DTYPES.get(recipe.probs, torch.float32))
     tile_max = new(n_slots, tiles)
-    if _runs_in_gluon(geometry, recipe, q):
+    if _runs_in_gluon(geometry, recipe, q, k_length):
+        options: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "sequences": sequences}
         # Triton's Gluon is experimental: it is imported where it is used.
-        from attn_diag.kernels.triton_latent import latent_forward
+        if geometry.latent:
+            from attn_diag.kernels.triton_latent import latent_forward
 
-        latent_forward(q, k, o, lse[0], recipe, visibility, geometry, scale=scale, softcap=softcap, sinks=sinks,
-                       sequences=sequences)  # fmt: skip
+            latent_forward(q, k, o, lse[0], recipe, visibility, geometry, **options)
+        else:
+            from attn_diag.kernels.triton_warpgroups import warpgroups_forward
+
+            warpgroups_forward(q, k, v, o, lse[0], recipe, visibility, geometry, **options)
         return ForwardOutputs(o, full_o, lse[0], rows, scores, probs, tile_max)
     arguments = (
         *described(geometry, q, k, v),
@@ -177,18 +183,23 @@ def _with_group(geometry: Geometry, q: Tensor, k: Tensor, recipe: Recipe, sequen
     return replace(geometry, group=group, stages=stages)
 
 
-def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor) -> bool:
-    """Whether ``triton_latent`` runs this call."""
-    sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs)
+def _runs_in_gluon(geometry: Geometry, recipe: Recipe, q: Tensor, k_length: int) -> bool:
+    """Whether ``triton_latent`` or ``triton_warpgroups`` runs this call."""
+    sites = (recipe.row_sum_clamp, recipe.range_pv, recipe.accumulator, recipe.probs, recipe.pv_levels)
+    latent = geometry.absorbed and (geometry.block_m, geometry.block_n) == (64, 64)
     return (
-        geometry.absorbed
-        and not geometry.listed
-        and (geometry.block_m, geometry.block_n) == (64, 64)
-        and sites == (None, "fp32", "fp32", recipe.input)
+        (latent or (geometry.in_warpgroups and _is_long(geometry, q.shape[2], k_length)))
+        and sites == (None, "fp32", "fp32", recipe.input, "one")
         and recipe.softmax.kind != "stabilised"
         and recipe.schedule.order != "diagonal-first"
         and has_hopper_products(q.device)
     )
+
+
+def _is_long(geometry: Geometry, q_length: int, k_length: int) -> bool:
+    """Whether a block's rows meet enough tiles of keys for ``triton_warpgroups`` to be faster, as timed on an H200."""
+    least = 512 if geometry.block_n == 128 else 1024 if geometry.block_dv == 256 else 2048
+    return q_length >= least and k_length >= least and not geometry.left
 
 
 def _kept_scores(recipe: Recipe, sequences: Sequences) -> torch.dtype:

@@ -27,10 +27,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_diag.kernels.backend import COMPILED
 from attn_diag.kernels.geometry import Geometry, Visibility, anonymous
 from attn_diag.kernels.recipe import Recipe
-from attn_diag.kernels.triton_math import as_operand, fused
-from attn_diag.kernels.triton_sequences import Sequences, head_slope
-from attn_diag.kernels.triton_softmax import exponential, next_maximum, range_sum, rescaling, sink_step
-from attn_diag.kernels.triton_tiles import biased, descriptor_of, key_tiles, mask_scores, recipe_scores
+from attn_diag.kernels.triton_gluon import (
+    SHARED,
+    block_of_rows,
+    store_block,
+    tile_softmax,
+    tiles_described,
+    visible_scores,
+)
+from attn_diag.kernels.triton_sequences import Sequences
+from attn_diag.kernels.triton_softmax import rescaling
 
 # A tile's rows; its features in two pieces, since a tile's sides are powers of two; a warpgroup's features of O.
 ROWS = gl.constexpr(64)
@@ -41,7 +47,6 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 OF_SCORES, OF_SUMS = (gl.constexpr(gl.SliceLayout(1, layout.value)) for layout in (SCORES, SUMS))
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 
 
 @gluon.jit
@@ -71,8 +76,6 @@ def _scores(task, rows, tile, pair, PLACE: gl.constexpr, R: gl.constexpr, G: gl.
     """S of this warpgroup's tile of a ``pair`` of them, which lies in PLACE."""
     tiles, barriers, _, _, walk, view, numbers, _ = task
     q, q_rest, k, k_rest = tiles
-    _, _, _, whole, partial = walk
-    shift, scale, softcap, alibi = numbers
     # 0, which the compiler cannot know: else it keeps the addresses of q's 36 products, and runs out of registers.
     only = pair >> 30
     mbarrier.wait(barriers[0].index(PLACE), pair & 1)
@@ -80,23 +83,13 @@ def _scores(task, rows, tile, pair, PLACE: gl.constexpr, R: gl.constexpr, G: gl.
     s = warpgroup_mma(q.index(only), k.index(PLACE).permute([1, 0]), s, use_acc=False, is_async=True)
     s = warpgroup_mma(q_rest.index(only), k_rest.index(PLACE).permute([1, 0]), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    positions = rows + shift
-    cols = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
-    s = recipe_scores(s, scale, softcap, R, G)
-    s = biased(s, positions[:, None], cols[None, :], tile * ROWS, alibi, view[0], G)
-    if (tile < whole) | (tile >= partial):
-        s = mask_scores(s, positions, cols, view, G)
-    return s
+    return visible_scores(s, rows, tile, walk, view, numbers, SCORES, R, G)
 
 
 @gluon.jit
 def _hand_over(s, m, l, factor, handed, ready, R: gl.constexpr):
     """(P_bar of this warpgroup's tile, what multiplies the sums before, m, l), which the other one gets too."""
-    m_new = next_maximum(m, gl.max(s, 1), False, R)
-    rescale = rescaling(m, m_new, factor, R)
-    p = exponential(s, m_new, factor, R)
-    cast = as_operand(p, gl.constexpr(R.probs))
-    l = l * rescale + range_sum(p, cast, R)
+    cast, rescale, m_new, l = tile_softmax(s, m, l, factor, R)
     handed[0].store(cast)
     handed[1].store(m_new)
     handed[2].store(l)
@@ -129,9 +122,8 @@ def _attend(task, HALF: gl.constexpr, R: gl.constexpr, G: gl.constexpr):
     tiles, barriers, handed, place, walk, _, numbers, out = task
     _, _, k, _ = tiles
     arrived, free, ready = barriers
-    b, h, _, start = place
+    _, _, _, start = place
     tile, step, n, _, _ = walk
-    o_ptr, lse_ptr, sinks_ptr, stride_b, stride_h, stride_t, heads, q_length = out
     factor = 1.0
     if R.alpha == "in-exponent" and not G.softcap:
         factor = numbers[1]
@@ -161,23 +153,7 @@ def _attend(task, HALF: gl.constexpr, R: gl.constexpr, G: gl.constexpr):
         else:
             p, rescale, m, l = _take(m, factor, handed, arrived.index(0), ready.index(0), n // 2, R)
         acc = _add(acc, p, rescale, k.index(0), free.index(0), HALF)
-
-    if G.sink:
-        m, shrink, own, _ = sink_step(gl.load(sinks_ptr + h), m, factor)
-        acc *= gl.convert_layout(shrink, OF_SUMS)[:, None]
-        l = l * shrink + own
-    # A row that saw no key; one whose l underflowed divides by zero, as a real kernel does.
-    unseen = (m == float("-inf")) & (l == 0)
-    l = gl.where(unseen, 1.0, l)
-    o = acc * gl.convert_layout(gl.div_rn(1.0, l), OF_SUMS)[:, None]
-    at = o_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
-    o_rows = gl.convert_layout(rows, OF_SUMS)
-    dims = HALF * PART + gl.arange(0, PART, gl.SliceLayout(0, SUMS))
-    at = at + (o_rows.to(gl.int64)[:, None] * stride_t + dims[None, :])
-    gl.store(at, as_operand(o, gl.constexpr(R.out)), mask=(o_rows < q_length)[:, None])
-    if HALF == 0:
-        lse = gl.where(unseen, m, fused(m, factor, gl.log(l)))
-        gl.store(lse_ptr + (b * heads + h).to(gl.int64) * q_length + rows, lse, mask=rows < q_length)
+    store_block(acc, m, l, rows, factor, place, out, HALF * PART, SUMS, R, G)
 
 
 @gluon.jit
@@ -211,23 +187,11 @@ def latent_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     sums = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     arrived, free, ready = barriers_of_places()
-    # The last query blocks see the most keys under causality: they go first.
-    start = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
-    b = gl.program_id(1) // heads
-    h = gl.program_id(1) % heads
-    view = (k_length, left, right)
-    last = gl.minimum(start + ROWS, q_length) - 1
-    begin, whole, partial, end = key_tiles(start + shift, last + shift, view, G)
-    tile = begin
-    step = gl.to_tensor(1)
-    if R.schedule.order == "descending":
-        tile = end - 1
-        step = gl.to_tensor(-1)
+    place, walk, view, numbers = block_of_rows(
+        heads, group, q_length, k_length, shift, left, right, slopes_ptr, stride_slopes, scale, softcap, ROWS, R, G
+    )
     tiles = (q, q_rest, k, k_rest)
     barriers = (arrived, free, ready)
-    place = (b, h, h // group, start)
-    walk = (tile, step, end - begin, whole, partial)
-    numbers = (shift, scale, softcap, gl.to_tensor(head_slope(slopes_ptr, b, 0, h, stride_slopes, G)))
     out = (o_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, stride_ot, heads, q_length)
     task = (tiles, barriers, (probs, maxima, sums), place, walk, view, numbers, out)
     gl.warp_specialize([
@@ -256,7 +220,5 @@ def pieces_of(tensor: Tensor, rows: int) -> list[TensorDescriptor]:
     made = []
     for first, width in ((0, WIDE.value), (WIDE.value, REST.value)):
         if first < tensor.shape[3]:
-            plain = descriptor_of(tensor[..., first : first + width], rows, width)
-            layout = gl.NVMMASharedLayout(128, 16, rank=4)
-            made.append(TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout))
+            made.append(tiles_described(tensor[..., first : first + width], rows, width))
     return made

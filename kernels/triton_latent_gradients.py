@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from attn_diag.kernels.backend import COMPILED
 from attn_diag.kernels.geometry import Geometry
 from attn_diag.kernels.recipe import Recipe
+from attn_diag.kernels.triton_gluon import SHARED
 from attn_diag.kernels.triton_gradients import row_statistics, score_gradients
-from attn_diag.kernels.triton_latent import PART, REST, ROWS, SHARED, WIDE, barriers_of_places, pieces_of
+from attn_diag.kernels.triton_latent import PART, REST, ROWS, WIDE, barriers_of_places, pieces_of
 from attn_diag.kernels.triton_math import as_operand, round_to
 from attn_diag.kernels.triton_sequences import head_slope
 from attn_diag.kernels.triton_tiles import backward_lse, backward_scores, key_tiles, query_tiles

@@ -119,7 +119,8 @@ def _surely(finding: SharedFinding) -> str:
         return f"Sure: chance makes it {often}; {fault(finding)}"
     if finding.label == "lossy" and (shown := _interval(finding)) is not None:
         low, high = shown
-        return f"Sure: {times(low)} to {times(high)} times at 95 %; {fault(finding)}"
+        alike = ", all rows weighted alike" if _by_all_rows(finding) else ""
+        return f"Sure: {times(low)} to {times(high)} times at 95 %{alike}; {fault(finding)}"
     if finding.label == "ill_conditioned":
         return "Sure: compared on the same inputs; no fault of the kernel"
     return "Sure: seen, not tested"

@@ -147,3 +147,16 @@ def test_for_input_changes_only_the_input_format() -> None:
     half = preset("qiu2025", "fp16")
     assert (half.input, half.scores, half.row_sum, half.exp) == ("fp16", "fp16", "fp16", "exact")
     assert preset("fa2", "fp16").scores == "fp32"
+
+
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient", "flex"])
+def test_a_mask_of_the_lowest_number_hides_whole_tiles_as_infinity_does(name: str) -> None:
+    """Hugging Face's masks: times log2(e) that number left fp32, and rows whose first tile it hides were NaN."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(200, 64, generator=g, dtype=torch.float64).bfloat16().double() for _ in range(4))
+    made = []
+    for lowest in (torch.finfo(torch.bfloat16).min, -torch.inf):
+        mask = torch.full((200, 200), lowest, dtype=torch.bfloat16).triu(1)
+        made.append(emulate_head(preset(name), AttentionHead(q, k, v, do, 0.125, Masking(mask=mask))))
+    for output in ("o", "lse", "dq", "dk", "dv"):
+        assert torch.equal(getattr(made[0], output), getattr(made[1], output)), output

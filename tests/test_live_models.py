@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import attn_diag
 from attn_diag.captures.capture import Capture
 from attn_diag.captures.loading import find_captures
+from attn_diag.watching.live import spread_heads
+from attn_diag.watching.live.spread_heads import SpreadHeads
 
 pytestmark = pytest.mark.slow
 
@@ -245,3 +247,80 @@ def test_flex_attention_of_transformers(tmp_path: Path) -> None:
     ):
         tiny.loss(tiny.model)
     assert [holds(capture) for capture in written(recorder)] == [True, True]
+
+
+class GatedQueries(nn.Module):
+    """As Qwen3-Next's: each head's q, which is normalised, has a gate beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(WIDTH // HEADS, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, gate = self.q_proj(x).unflatten(-1, (HEADS, -1)).chunk(2, -1)
+        k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
+        o = torch.nn.functional.scaled_dot_product_attention(self.norm(q).transpose(1, 2), k, v, is_causal=True)
+        gated: Tensor = o.transpose(1, 2) * gate.sigmoid()
+        return gated.flatten(2)
+
+
+def test_a_query_with_a_gate_beside_it_is_found(tmp_path: Path) -> None:
+    """Of Qwen3-Next and Qwen3.5 a file said: x and w_q are left out: no linear layer was found that makes q."""
+    torch.manual_seed(0)
+    attention = GatedQueries()
+    model = nn.Sequential(attention)
+    with attn_diag.capture(model, tmp_path) as recorder:
+        model(torch.randn(1, 48, WIDTH)).square().sum().backward()
+    (capture,) = map(attn_diag.load, recorder.written)
+    whole: Tensor = attention.q_proj.weight
+    assert whole.grad is not None
+    weight, gradient = (t.view(HEADS, 2, -1, WIDTH)[:, 0].flatten(0, 1) for t in (whole.detach(), whole.grad))
+    assert dw_q_error(capture, weight, gradient) < 1e-6
+
+
+class Inner(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Nested(nn.Module):
+    """As DeepSpeed's Ulysses has it: attention is two modules below the one that projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.core = nn.ModuleDict({"local_attn": Inner()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        o: Tensor = self.core["local_attn"](q, k, v)
+        return o.transpose(1, 2).flatten(2)
+
+
+def test_the_projection_of_a_core_two_modules_below_it_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    attention = Nested()
+    model = nn.Sequential(attention)
+    with attn_diag.capture(model, tmp_path) as recorder:
+        model(torch.randn(1, 48, WIDTH)).square().sum().backward()
+    (capture,) = map(attn_diag.load, recorder.written)
+    assert capture.metadata.extra["module"] == "0.core.local_attn"
+    weight: Tensor = attention.q_proj.weight
+    assert weight.grad is not None
+    assert dw_q_error(capture, weight.detach(), weight.grad) < 1e-6
+
+
+def test_heads_that_are_spread_over_ranks_are_told_by_the_query_projection_of_three(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """v's ran last and is as wide; with DeepSpeed's Ulysses all ranks had the first heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, v = (torch.randn(1, 8, HEADS * 4, generator=generator) for _ in range(2))
+    monkeypatch.setattr(spread_heads, "world_size", lambda: 2)
+    monkeypatch.setattr(spread_heads, "rank", lambda: 1)
+    # This rank's eight rows are the second ones, and its heads the later half.
+    here = q.view(1, 8, HEADS, 4).transpose(1, 2)[:, HEADS // 2 :]
+    seen = torch.cat([torch.randn(here.shape, generator=generator), here], 2)
+    assert SpreadHeads().first("", seen, seen, [v, q]) == (HEADS // 2, True)

@@ -542,3 +542,41 @@ def test_a_kernel_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogC
     assert f"0 (GatedLinear); it calls {__name__}.chunk_gla (linear attention): attn_diag.capture_linear" in said
     assert f"1 (Forgetting); it calls {__name__}.parallel_forgetting_attn: not known here." in said
     assert "fast path" not in said  # no guesses where the modules are known
+
+
+class Capped(nn.Module):
+    """Its attention is a method of its class, as litgpt's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * q.shape[-1] ** -0.5 / 50).tanh() * 50
+        o: Tensor = functional.softmax(scores, dim=-1) @ v
+        return o
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_method_of_q_k_and_v_is_named_and_can_be_observed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loss = stack(Capped())
+    watched(model, loss, model, tmp_path / "before")
+    (said,) = words(caplog)
+    assert f"0 (Capped); it calls {__name__}.Capped.scaled_dot_product_attention: not known here." in said
+    observed = attn_diag.observe(softcap=50.0)(Capped.scaled_dot_product_attention)
+    monkeypatch.setattr(Capped, "scaled_dot_product_attention", observed)
+    assert modules(watched(model, loss, model, tmp_path / "after")) == ["0"]
+
+
+def test_linear_attention_in_a_graph_makes_none_of_its_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen3-Next, compiled: "attention is seen in 1 alone of these … self_attn" of a layer that is captured."""
+    model, loss = stack(GatedLinear(), AttentionBlock(attends=True), GatedLinear())
+    recorder = watched(model, loss, compiled(model, "whole"), tmp_path)
+    (said,) = words(caplog)
+    assert said.startswith("attention is not seen in these, which train: 0, 2 (GatedLinear); it calls ")
+    assert modules(recorder) == ["1"]

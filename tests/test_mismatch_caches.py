@@ -158,3 +158,77 @@ def test_what_was_not_compared_is_said_where_nothing_was_found() -> None:
     found = attn_diag.mismatch(forward("a", 0), forward("ab", 0))
     assert found.outcome == "identical"
     assert found.headline.endswith("(not compared: 1 of 2 sequences of rollout)")
+
+
+def _masked(decoding: Callable[[int], Tensor], layers: int = 1, prefill: float = -torch.inf) -> Mismatch:
+    """A prompt and decoded tokens, with a window of 24 keys; ``decoding`` says which keys a decoded token sees."""
+    draw = torch.Generator().manual_seed(3)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    place = torch.arange(LENGTH)
+    seen = (place <= place[:, None]) & (place > place[:, None] - 24)
+    trainer, calls = [], []
+    for layer in range(layers):
+        q, k, v = (torch.randn(1, 2, LENGTH, 32, generator=draw).bfloat16() for _ in range(3))
+        tensors = {"q": q, "k": k, "v": v, "mask": seen[None, None], "o": attend(q, k, v, seen)}
+        trainer.append(Capture.from_tensors(tensors, layer=layer))
+        mask = torch.zeros(PROMPT, PROMPT).masked_fill(~seen[:PROMPT, :PROMPT], prefill)[None, None]
+        first = {name: tensors[name][:, :, :PROMPT] for name in "qkvo"}
+        calls.append(Capture.from_tensors({**first, "mask": mask}, layer=layer, step=0))
+        for token in range(PROMPT, LENGTH):
+            kept = decoding(token)[: token + 1][None, None, None] if layer == layers - 1 else seen[None, None, token]
+            kept = kept[..., None, : token + 1] if kept.dim() == 3 else kept
+            one = {"q": q[:, :, token : token + 1], "k": k[:, :, : token + 1], "v": v[:, :, : token + 1]}
+            one |= {"mask": kept, "o": attend(one["q"], one["k"], one["v"], kept)}
+            calls.append(Capture.from_tensors(one, layer=layer, step=token - PROMPT + 1))
+    return attn_diag.mismatch(trainer, calls)
+
+
+def _window(size: int, ends: int = 0) -> Callable[[int], Tensor]:
+    place = torch.arange(LENGTH)
+    return lambda token: (place <= token + ends) & (place > token + ends - size)
+
+
+def test_a_window_that_is_short_in_decoding_alone_is_told_by_its_size_there() -> None:
+    """It said "a window of 24 keys in train, a window of 24 keys in rollout": the prompt's rows had the right one."""
+    (cause,) = _masked(_window(23)).causes
+    assert cause.kind == "window"
+    assert cause.words.startswith("a window of 24 keys in train, a window of 23 keys in rollout (12 of 108 rows)")
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_decoding_without_the_rows_own_key_is_a_mask(layers: int) -> None:
+    """It said that the cache no longer holds what was put there, that something outside attention is another, or OK."""
+    (cause,) = _masked(_window(24, -1), layers).causes
+    assert (cause.layer, cause.kind) == (layers - 1, "mask")
+    assert cause.words.startswith("masks: in 12 of 108 rows train sees 12 keys that rollout does not, and rollout 12")
+
+
+@pytest.mark.parametrize(("value", "kinds"), [(-1e4, []), (-1e9, []), (-10.0, ["mask"])])
+def test_what_is_added_to_hide_keys_hides_them(value: float, kinds: list[str]) -> None:
+    """-1e4 and -1e9 leave nothing of a key; "rollout sees 828 keys that train does not"."""
+    assert [cause.kind for cause in _masked(_window(24), prefill=value).causes][:1] == kinds
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize(("ends", "words"), [(0, ""), (1, "rollout 10 that train"), (-1, "train sees 12 keys that")])
+def test_a_mask_that_is_one_key_off_in_a_cache_of_fixed_size(ends: int, words: str, everywhere: bool) -> None:
+    """It was an error, "q differs by 49.6 %: the projection … is another", or OK of the second layer alone."""
+    draw = torch.Generator().manual_seed(3)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    place = torch.arange(LENGTH + 8)
+    trainer, calls = [], []
+    for layer in range(2):
+        q, k, v = (torch.randn(1, 2, LENGTH, 32, generator=draw).bfloat16() for _ in range(3))
+        whole = {"q": q, "k": k, "v": v, "o": attend(q, k, v, is_causal=True)}
+        trainer.append(Capture.from_tensors(whole, causal="top-left", layer=layer))
+        slots = torch.zeros(2, 1, 2, LENGTH + 8, 32).bfloat16()
+        for step, rows in enumerate([slice(0, PROMPT), *(slice(t, t + 1) for t in range(PROMPT, LENGTH))]):
+            slots[0][:, :, rows], slots[1][:, :, rows] = k[:, :, rows], v[:, :, rows]
+            off = ends if step and (everywhere or layer) else 0
+            mask = (place <= torch.arange(LENGTH)[rows, None] + off)[None, None]
+            one = {"q": q[:, :, rows], "k": slots[0].clone(), "v": slots[1].clone(), "mask": mask}
+            one["o"] = attend(one["q"], one["k"], one["v"], mask)
+            calls.append(Capture.from_tensors(one, layer=layer, step=step))
+    found = attn_diag.mismatch(trainer, calls).causes
+    assert [(cause.layer, cause.kind) for cause in found] == [(i, "mask") for i in range(1 - everywhere, 2) if ends]
+    assert all(words in cause.words for cause in found)

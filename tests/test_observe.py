@@ -212,3 +212,22 @@ def test_heads_that_are_sequences(tmp_path: Path) -> None:
     capture = only(recorder)
     assert capture.tensors["q"].shape == (6, 1, 12, 8)
     assert holds(capture)
+
+
+def test_that_known_attention_inside_is_judged_alone_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Heads of k in the wrong order, or a scale applied twice, around SDPA passed without a word."""
+
+    @attn_diag.observe(causal=True)
+    def scaled_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q * q.shape[-1] ** -0.5, k, v, is_causal=True)
+
+    q, k, v = operands(1, 2, 12, 8)
+    with attn_diag.capture(None, tmp_path, calls=None) as recorder:
+        for _ in range(2):
+            scaled_twice(q, k, v)
+        of_heads(q, k, v, softmax_scale=0.25)
+    assert ["SDPA" in str(attn_diag.load(p).metadata.kernel) for p in recorder.written] == [True, True, False]
+    (said,) = (r.getMessage() for r in caplog.records if "is observed" in r.getMessage())
+    assert "scaled_twice is observed, and calls attention that is known: that is captured and judged" in said

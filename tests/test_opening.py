@@ -22,7 +22,7 @@ from snapshots import require_unchanged
 
 import attn_diag
 from attn_diag import Capture
-from attn_diag.reports.finding_words import matters, sure, what, when, where
+from attn_diag.reports.finding_words import brief, matters, sure, what, when, where
 from attn_diag.reports.following import command
 from attn_diag.reports.opening import headline, next_command, opening
 from attn_diag.reports.renderers import plain_text
@@ -364,6 +364,8 @@ def test_the_rule_that_is_stated_is_the_one_that_decided(found: Callable[[str], 
     few = replace(finding, factor_ci95=(0.9, 3.0), typical_factor_ci95=(1.4, 1.8))
     assert "1.40 to 1.80 times" in sure(few)
     assert "with all rows weighted alike (95 % interval; lossy: above 1.25)" in sure(few)
+    # Beside another finding too, where "1.21 times" was followed by "Sure: 1.26 to 1.50 times at 95 %".
+    assert "Sure: 1.40 to 1.80 times at 95 %, all rows weighted alike; the kernel's fault" in brief(few).said
     lse = replace(few, factors={"lse": 3.2}, factor_ci95=(1.1, 5.0), typical_factor_ci95=None)
     assert "lossy: a factor above 1.25" in sure(lse)
     assert what(lse).startswith("the error of LSE alone makes dQ 3.20 times as wrong as that of a well-rounded kernel")

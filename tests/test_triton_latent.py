@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from gluon import told_of_compiled, written_for
 from torch import Tensor
 
 from attn_diag.kernels import preset, triton_backward, triton_forward
@@ -22,11 +19,6 @@ from attn_diag.kernels.triton_forward import forward
 from attn_diag.kernels.triton_sequences import Sequences
 
 BEHIND = Visibility("bottom-right")
-# As ``has_hopper_products`` has it: elsewhere Triton's own kernels run.
-written_for = pytest.mark.skipif(
-    not triton.__version__.startswith(("3.6", "3.7")),
-    reason="these kernels are written in the Gluon of Triton 3.6 and 3.7",
-)
 
 
 def drawn(rows: int, keys: int, *, heads: int = 3, k_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -50,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], Visibility, dict[str, Any]]] = {
     "ALiBi": ({"rows": 100, "keys": 400}, BEHIND, {"slopes": [0.5, 0.1, 0.01]}),
     "ascending": ({"rows": 100, "keys": 400}, BEHIND, {"order": "ascending"}),
     "scores in BF16": ({"rows": 100, "keys": 400}, BEHIND, {"scores": "bf16"}),
+    "exp2 of rounded products": ({"rows": 100, "keys": 400}, BEHIND, {"exp": "exp2-scaled"}),
 }
 
 
@@ -64,7 +57,7 @@ def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.Monkey
     v, g = latent[..., :512], torch.Generator("cuda").manual_seed(1)
     do = torch.randn(*q.shape[:3], 512, device="cuda", generator=g).to(q.dtype)
     recipe = preset("fa2", "fp16" if q.dtype == torch.float16 else "bf16", 576)
-    recipe = replace(recipe, scores=given.get("scores", "fp32"))
+    recipe = replace(recipe, scores=given.get("scores", "fp32"), exp=given.get("exp", recipe.exp))
     recipe = replace(recipe, schedule=replace(recipe.schedule, order=given.get("order", "descending")))
     options: dict[str, Any] = {"scale": 576**-0.5, "softcap": given.get("softcap")}
     if "slopes" in given:
@@ -99,12 +92,12 @@ def test_they_have_the_triton_kernels_bits(case: str, monkeypatch: pytest.Monkey
 @written_for
 def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
-    recipe, q = preset("fa2", "bf16", 576), torch.empty(0)
+    recipe, q = preset("fa2", "bf16", 576), torch.empty(1, 1, 128, 576)
     options: dict[str, Any] = {"softcap": False, "tma": True, "value_dim": 512, "alike": True}
     plain = forward_geometry(recipe, 576, BEHIND, level="none", **options)
     rows = dq_geometry(recipe, 576, BEHIND, level="none", **options)
     columns = dkdv_geometry(recipe, 576, BEHIND, **options)
-    taken, back_taken = triton_forward._runs_in_gluon, triton_backward._runs_in_gluon
+    taken, back_taken = partial(triton_forward._runs_in_gluon, k_length=128), triton_backward._runs_in_gluon
     assert taken(plain, recipe, q)
     assert back_taken(rows, columns, recipe, q)
     others: dict[str, Any] = {"documents": 32, "page_size": 64, "group": 16, "tma": False, "latent": False}
@@ -128,20 +121,6 @@ def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILES = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
-
-class Hopper:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *_: 0
-    get_active_torch_device = lambda self: torch.device("cpu")
-
-driver.set_active(Hopper())
-made, run = [], JITFunction.run
-JITFunction.run = lambda self, *a, grid, warmup, **k: made.append(run(self, *a, grid=grid, warmup=True, **k))
-
 from attn_diag.kernels import preset
 from attn_diag.kernels.geometry import Visibility, anonymous, dkdv_geometry, dq_geometry, forward_geometry
 from attn_diag.kernels.triton_latent import latent_forward
@@ -177,10 +156,6 @@ PRODUCTS = {
 @pytest.mark.parametrize("what", PRODUCTS)
 def test_they_compile_for_hopper_without_one(what: str) -> None:
     """Shared memory has room for them, and all products are of whole warpgroups."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILES, what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    counts = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    counts = [list(map(int, line)) for line in told_of_compiled(COMPILES, what)]
     assert all(shared <= 227 * 1024 for shared, *_ in counts)
     assert [products for _, *products in counts] == PRODUCTS[what]

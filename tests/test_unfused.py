@@ -473,3 +473,42 @@ def test_without_gradients_recipes_beside_the_published_one_make_o_alone(monkeyp
     made.clear()
     attn_diag.inspect(q, k, v, o=plain(q, k, v), do=do, dq=torch.zeros_like(q), causal=True, device="cpu")
     assert all(backward for _, _, backward in made)
+
+
+def test_eager_attention_under_the_lowest_number_as_mask_is_named_beyond_a_tile() -> None:
+    """Hugging Face's; the well-rounded kernel beside it was NaN from T = 129 on, and no rounding had a name."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 160, 64, generator=g).bfloat16() for _ in range(4))
+    mask = torch.full((160, 160), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).triu(1)[None, None]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o = (leaves[0] @ leaves[1].mT * 0.125 + mask).softmax(-1, dtype=torch.float32).bfloat16() @ leaves[2]
+    dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    found = attn_diag.inspect(q, k, v, o=o.detach(), do=do, dq=dq, dk=dk, dv=dv, mask=mask)
+    quantities = {one.quantity: one for one in found.heads[0].quantities}
+    assert (quantities["o"].answer, quantities["o"].site) == ("lossy", "unfused")
+    assert 0.001 < (quantities["dq"].relative_error_well_rounded or 0.0) < 0.004
+    assert "nan" not in found.report()
+
+
+def test_gpt_oss_way_of_a_scale_that_rounds_is_named() -> None:
+    """HY-4's: q k^T is stored before it is scaled. 14 of 16 heads had no name."""
+    g = torch.Generator().manual_seed(8)
+    q, k, v, do = (torch.randn(96, 24, generator=g).bfloat16() for _ in range(4))
+    q.requires_grad_()
+    later = torch.ones(96, 96, dtype=torch.bool).triu(1)
+    scores = (q @ k.T * 24**-0.5).masked_fill(later, torch.finfo(torch.bfloat16).min)
+    combined = torch.cat([scores, torch.full((96, 1), -0.14, dtype=torch.bfloat16)], 1)
+    combined = combined - combined.max(-1, keepdim=True).values
+    o = combined.softmax(-1, dtype=torch.bfloat16)[:, :-1] @ v
+    torch.autograd.backward(o, do)
+    q_in, k_in, v_in, do_in = (t.detach().double() for t in (q, k, v, do))
+    stored = float(torch.tensor(-0.14).bfloat16())
+    head = AttentionHead(q_in, k_in, v_in, do_in, scale=24**-0.5, masking=Masking("top-left"), sink=stored)
+    assert "unfused:shifted-scores:cast" in ways(head)
+    assert q.grad is not None
+    bits = {}
+    for way in ("unfused:shifted:cast", "unfused:shifted-scores:cast"):
+        found = unfused(head, format_of(torch.bfloat16), way)
+        bits[way] = [float((found[n] == t.double()).double().mean()) for n, t in (("o", o.detach()), ("dq", q.grad))]
+    assert min(bits["unfused:shifted-scores:cast"]) > 0.98
+    assert max(bits["unfused:shifted:cast"]) < 0.9

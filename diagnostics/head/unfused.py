@@ -151,6 +151,8 @@ _OF_ALPHA = (
     "unfused:low-scores:derived",
     "unfused:low-scores:jitted",
 )
+# And where there is a sink: gpt-oss's way of q kT times alpha, as HY-4 has it.
+_OF_SINK = ("unfused:shifted-scores:cast", "unfused:shifted-scores:cuda")
 # Where a mask hides keys at most.
 _OF_HIDDEN = ("unfused:stored:cast", "unfused:stored:fp32")
 # Of a softcap: compiled for a CPU.
@@ -173,7 +175,7 @@ def ways(head: AttentionHead) -> tuple[str, ...]:
     biased |= mask is not None and adds(mask)
     found = (*UNFUSED, *(_OF_BIASED if biased else _OF_HIDDEN), *(_OF_CAPPED if head.softcap is not None else ()))
     rounds = math.frexp(abs(head.scale))[0] not in (0.0, 0.5)
-    found = (*found, *_OF_ALPHA) if rounds else found
+    found = (*found, *_OF_ALPHA, *(() if head.sink is None else _OF_SINK)) if rounds else found
     if head.dropout is None:
         return found
     wide = (way + _WIDE for way in found if way.endswith((":fp32", ":uncast")))

@@ -38,7 +38,7 @@ def times_alpha(values: Tensor, alpha: float, fmt: FloatFormat, alpha_in: str) -
 
 def _multiplied(head: AttentionHead, fmt: FloatFormat, alpha_in: str) -> tuple[Tensor, Tensor] | None:
     """What a way multiplies for S, [Tq, D] and [Tk, D], before it stores it; None: it does not store S."""
-    if alpha_in in ("scores", "low-scores", *COMPILED):
+    if alpha_in in ("scores", "low-scores", "shifted-scores", *COMPILED):
         return head.q, head.k
     if alpha_in == "root":
         root, sign = abs(head.scale) ** 0.5, 1 if head.scale > 0 else -1
@@ -168,7 +168,7 @@ def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: boo
     else:
         low_q, low_k = factors
         scores = cast(low_q @ low_k.T)
-        if alpha_in in ("scores", "low-scores"):
+        if alpha_in in ("scores", "low-scores", "shifted-scores"):
             scores = times_alpha(scores, head.scale, fmt, alpha_in)
         elif alpha_in in COMPILED:
             scores = scores * head.scale
@@ -182,7 +182,7 @@ def _stored(head: AttentionHead, fmt: FloatFormat, alpha_in: str, *, biased: boo
         scores = cast(scores)
     sink = None if head.sink is None else torch.full_like(scores[:, 0], head.sink)
     largest = top = by_key = None
-    if alpha_in == "shifted":
+    if alpha_in in ("shifted", "shifted-scores"):
         largest, top = scores.max(1)
         by_key = None if sink is None else largest >= sink
         largest = largest if sink is None else torch.maximum(largest, sink)

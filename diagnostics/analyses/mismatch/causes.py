@@ -235,6 +235,8 @@ def _masks(found: ComparedLayer) -> tuple[CauseKind, str] | None:
     if rows_other:
         seen_back = windows(found)
         if edge == sum(only) and seen_back != (None, None):
+            if seen_back[0] == seen_back[1]:  # of one run in some calls alone
+                seen_back = windows(found, where_apart=True)
             named = ["no window" if w is None else f"a window of {plural(w + 1, 'key')}" for w in seen_back]
             return "window", f"{named[0]} in train, {named[1]} in rollout ({rows_other} of {total} rows)"
         words = (

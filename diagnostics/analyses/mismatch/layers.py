@@ -308,7 +308,14 @@ def _errors(found: ComparedLayer, reference: float) -> RunError:
     )  # fmt: skip
 
 
-def windows(found: ComparedLayer) -> tuple[int | None, int | None]:
-    """How many keys before its own a row of either run sees; None for all."""
-    a, b = found.stated.semantics, found.stated.rows
-    return window_of(a[0], b[0]), window_of(a[1], b[1])
+def windows(found: ComparedLayer, *, where_apart: bool = False) -> tuple[int | None, int | None]:
+    """How many keys before its own a row of either run sees; None for all.
+
+    ``where_apart``: of the rows alone that see other keys in one run than in the other.
+    """
+    (a, b), (rows_a, rows_b) = found.stated.semantics, found.stated.rows
+    if where_apart:
+        rows = (a.visible ^ b.visible).any(1).nonzero()[:, 0]
+        a, b = (replace(one, bias=one.bias[rows]) for one in (a, b))
+        rows_a, rows_b = rows_a.select(rows), rows_b.select(rows)
+    return window_of(a, rows_a), window_of(b, rows_b)

@@ -165,7 +165,10 @@ def _piece(run: TokenRun, part: SequencePart, layer: int, head: int, device: tor
     own, bias = own_keys(visible)[rows], bias[rows]
     if not bool(visible[rows].any(1).all()):
         return None
-    keys = slice(int(visible[rows].int().argmax(1).min()), int(own[-1]) + 1)
+    seen = int(own[-1])
+    if len(h.k) == part.held and abs(off := int(part.tokens[0]) - part.offset - int(own[0])) == 1:
+        own = own + off  # a mask that is one key off: its own key is where it is in the layer that was put together
+    keys = slice(int(visible[rows].int().argmax(1).min()), max(int(own[-1]), seen) + 1)
     offset = int(part.tokens[0]) - int(own[0])
     finite = torch.ones(len(h.k), dtype=torch.bool, device=device)
     finite[inputs.bad_keys] = False

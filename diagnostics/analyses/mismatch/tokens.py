@@ -31,6 +31,8 @@ _TAIL = 64
 _SAME_TOKENS = 0.25
 # A token is the same where its v points the same way: of two tokens directions are 140 % apart, 50 % is far from both.
 _SAME_DIRECTION = 0.5
+# Additive masks hide keys by -1e4 or less, where scores are far smaller: below -104 exp is 0 in fp32.
+_HIDING, _NOTHING = -9000.0, 104.0
 # So many first tokens are the same by no chance.
 _TELLING = 4
 
@@ -54,6 +56,8 @@ class SequencePart:
     """Its keys that some row sees."""
     offset: int
     """Number of a key's token, less the key's index."""
+    held: int
+    """Tk: the keys of the call, whoever sees them."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,15 @@ def read_run(captures: Sequence[Capture], guide: int, device: torch.device) -> T
     calls, notes = by_layer(captures)
     sequences: list[TokenSequence] = []
     heads = math.gcd(*(c.kv_heads for c in calls[guide].values()))
+    before: Capture | None = None
     for key, capture in calls[guide].items():
         taken: set[int] = set()
         for item in range(capture.batch):
-            for part in _parts(capture, key, item, device):
-                _append(sequences, part, partial(_values, capture, item, heads, device), taken)
+            values = partial(_values, capture, item, heads, device)
+            then = None if before is None or item >= before.batch else partial(_values, before, item, heads, device)
+            for part in _parts(capture, key, item, device, _written(values, then) if capture.q_length == 1 else None):
+                _append(sequences, part, values, taken)
+        before = capture
     if not sequences:
         raise InputError(f"{captures[0].source}: no row of layer {guide} sees a key; expected the rows of a run")
     return TokenRun(calls, tuple(sequences), max(c.q_heads for c in calls[guide].values()), tuple(notes))
@@ -204,17 +212,43 @@ def own_bias(capture: Capture, item: int, head: int, read: AttentionHead) -> Ten
     bias = torch.zeros(q_length, k_length, dtype=torch.float64, device=read.q.device)
     read.apply_mask(bias, slice(0, q_length), slice(0, k_length))
     if (mask := capture.mask(item, head)) is not None:
-        bias.masked_fill_(hides(mask[0].to(bias.device)), -torch.inf)
+        added = mask[0].to(bias.device)
+        bias.masked_fill_(hides(added), -torch.inf)
+        if added.dtype != torch.bool and bool((low := added <= _HIDING).any()):
+            largest = abs(read.scale) * float(read.q.norm(dim=1).amax() * read.k.norm(dim=1).amax())
+            if 2 * largest + _NOTHING < -_HIDING:
+                bias.masked_fill_(low, -torch.inf)
     return bias
 
 
-def _parts(capture: Capture, key: CallKey, item: int, device: torch.device) -> Iterator[SequencePart]:
-    """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart."""
+def _written(now: Callable[[slice], Tensor], then: Callable[[slice], Tensor] | None) -> int | None:
+    """The key that a call of one row wrote, whether it sees it or not: what its cache has more, or otherwise, than that
+    of the call before; None: not known."""
+    if then is None:
+        return None
+    values, old = now(slice(None)), then(slice(None))
+    if len(values) == len(old) + 1:
+        return len(old)
+    if values.shape != old.shape:
+        return None
+    changed = (values != old).flatten(1).any(1).nonzero()[:, 0].tolist()
+    return int(changed[0]) if len(changed) == 1 else None
+
+
+def _parts(
+    capture: Capture, key: CallKey, item: int, device: torch.device, written: int | None
+) -> Iterator[SequencePart]:
+    """The rows of a batch item that are tokens: one sequence's, or several's that a mask keeps apart.
+
+    ``written``: see ``_written``.
+    """
     visible = own_bias(capture, item, 0, read_head(capture, item, 0, device).head) > -torch.inf
     seen = visible.any(1)
     if not bool(seen.any()):
         return
     last = own_keys(visible)
+    if written is not None and abs(written - int(last[0])) == 1:  # a mask that is one key off
+        last = torch.full_like(last, written)
     rows = seen.nonzero()[:, 0]
     # Rows of padding behind a sequence see its last token, whose own row comes first.
     fresh = torch.ones_like(rows, dtype=torch.bool)
@@ -228,7 +262,8 @@ def _parts(capture: Capture, key: CallKey, item: int, device: torch.device) -> I
     for begin, end in zip([0, *ends], ends, strict=False):
         of = slice(begin, end)
         start = int(first[of].min())
-        yield SequencePart(key, item, rows[of].cpu(), own[of].cpu(), slice(start, int(own[of][-1]) + 1), -start)
+        keys = slice(start, int(own[of][-1]) + 1)
+        yield SequencePart(key, item, rows[of].cpu(), own[of].cpu(), keys, -start, visible.shape[1])
 
 
 def own_keys(visible: Tensor) -> Tensor:

@@ -20,13 +20,25 @@ _RECURRENCE = re.compile(
 
 
 def kernels(module: nn.Module) -> dict[str, str]:
-    """Functions of q, k and v, or recurrences, that the code of a module's class, and of those in it, calls."""
+    """Functions of q, k and v, or recurrences, that the code of a module's class, and of those in it, calls.
+
+    A class's own methods of q, k and v that take a softmax are by their class's name; forwards, which may project, not.
+    """
     found: dict[str, str] = {}
     for kind in {type(m) for m in module.modules()}:
         for name, function in _named(kind):
             if operand_places(name, function) is not None or _recurs(name, function):
                 found[name] = _path(function)
+        for method in _functions(kind):
+            softmax = any("softmax" in name for name in names(method.__code__))
+            if softmax and method.__name__ != "forward" and operand_places(method.__name__, method) is not None:
+                found[method.__qualname__] = _path(method)
     return found
+
+
+def calls_linear(module: nn.Module) -> bool:
+    """Whether its code calls linear attention, or a recurrence that is not known here."""
+    return any(operator_of(name) is not None or recurs(path) for name, path in kernels(module).items())
 
 
 def recurs(path: str) -> bool:

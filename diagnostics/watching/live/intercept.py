@@ -89,8 +89,7 @@ def install(observer: Observer, *, functions: bool = True) -> None:
 
     Args:
         observer: Who is told.
-        functions: Also of functions without an operator that a graph may hold. A compiled model that calls one is
-            compiled anew then.
+        functions: Also of functions without an operator that a graph may hold; one that calls them is compiled anew.
     """
     with _lock:
         backlog.forget()
@@ -261,8 +260,7 @@ def _met(
 def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     global flex_calls
     flex_calls += site in (FLEX, TRANSFORMERS, REGISTERED)
-    met = _met()
-    before, outer = _thread.calls, (_thread.tap, _thread.site)
+    met, before, outer = _met(), _thread.calls, (_thread.tap, _thread.site)
     tap = Tap()
     _thread.tap, _thread.site = tap if site.over_operator else None, site
     if site.ring:
@@ -289,6 +287,8 @@ def _run(site: AttentionSite, function: Function, args: tuple[Any, ...], kwargs:
         _tell(met, lambda: _read(site, function, args, kwargs, result, tap), result)
         if site is SDPA:
             backlog.learn(sys._getframe(), met, tap.operator)
+    elif site.around:
+        site.around()
     return result
 
 

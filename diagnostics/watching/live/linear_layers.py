@@ -35,7 +35,7 @@ class Slice:
     dim: int
     groups: int = 0
     """0: all columns are, or the first Hq * D (q, k and v one after the other). Else the output is
-    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM)."""
+    [groups, Hq / groups + 2, D]: k and v follow their own queries (GPT-NeoX, InternLM); or [Hq, 2, D]: a gate does."""
 
     def columns(self, width: int, device: torch.device) -> Tensor | slice:
         """Return the columns of q among ``width`` of them."""
@@ -141,7 +141,7 @@ class Projections:
 
     def made_in(self, module: str) -> list[Tensor]:
         """What the linear layers of ``module`` have just made, the newest first."""
-        prefix = f"{module}." if module else ""
+        prefix = f"{owner}." if (owner := self.around(module)) else ""
         return [seen.y for seen in reversed(self.recent) if seen.name.startswith(prefix)]
 
     def find(self, module: str, q: Tensor) -> tuple[CapturedProjection, Tensor, Tensor] | None:
@@ -149,7 +149,7 @@ class Projections:
         batch, _, rows, _ = q.shape
         if not q.numel():
             return None  # a batch of nothing, from which nothing is learned
-        prefix = self._around(module)
+        prefix = f"{owner}." if (owner := self.around(module)) else ""
         near = [s for s in reversed(self.recent) if s.name.startswith(prefix) and s.y.numel() % (batch * rows) == 0]
         if module not in self.known:
             there = [(s.layer, s.name, y[:1, :ROWS]) for s in near if (y := by_rows(s.y, batch, rows)) is not None]
@@ -165,11 +165,12 @@ class Projections:
         x = by_rows(_whole(seen.x.detach()), batch, rows)
         return None if x is None else (found, x, seen.y)
 
-    def _around(self, module: str) -> str:
-        """How the names of its linear layers begin: those of the module around it where it has none of its own."""
-        if module and not any(name.startswith(f"{module}.") for name in self._names.values()):
-            module = module.rpartition(".")[0]
-        return f"{module}." if module else ""
+    def around(self, module: str) -> str:
+        """The name of a module, or of the next one around it that has linear layers; as it is where none is watched."""
+        owner = module if self._names else ""
+        while owner and not any(name.startswith(f"{owner}.") for name in self._names.values()):
+            owner = owner.rpartition(".")[0]
+        return owner if self._names else module
 
 
 class MadeWith:
@@ -353,7 +354,7 @@ def _slices(width: int, heads: int, dim: int) -> list[Slice]:
     kv = width // dim - heads
     if width % dim == 0 and kv > 0 and kv % 2 == 0 and heads % (kv // 2) == 0:
         found.append(Slice(heads, dim, groups=kv // 2))
-    return found
+    return [*found, Slice(heads, dim, groups=heads)] if width == 2 * heads * dim else found  # Qwen3-Next: q and gate
 
 
 @torch.no_grad()
@@ -379,7 +380,7 @@ def search(near: Sequence[tuple[Any, str, Tensor]], q: Tensor) -> CapturedProjec
             return CapturedProjection(layer, part, exact=False)
     for layer, name, y, part in candidates:
         last = name.rpartition(".")[2].lower()
-        whole = y.shape[-1] == heads * dim
+        whole = y.shape[-1] == heads * dim * (2 if part.groups == heads else 1)
         if (last in QUERY_NAMES and whole) or (last in FUSED_NAMES and not whole):
             return CapturedProjection(layer, part, exact=False)
     return None

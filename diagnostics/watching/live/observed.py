@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
@@ -25,6 +26,11 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Layout = Literal["BHTD", "BTHD"]
 _LAYOUTS: dict[Layout, LayOut] = {"BHTD": unchanged, "BTHD": turned}
+_log = logging.getLogger("attn_diag")
+INSIDE = (
+    "%s is observed, and calls attention that is known: that is captured and judged, with what it was given, and not "
+    "what %s does around it, which attn-diag probe tries (with as many heads of k as of q)"
+)
 _RETURNS, _GRADIENTS = ("o", "lse"), ("dq", "dk", "dv")
 # What functions call these -> what we do.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -176,9 +182,9 @@ def observe(
             found["kernel"] = f"{label} of {tap.hops[0].kernel}, {plural(len(tap.hops), 'hop')}"
         return found
 
-    site = AttentionSite(
-        label, read, ring=ring is not None, holds=tuple(names[n] for n in ("q", "k", "v", "mask") if n in names)
-    )
+    around = functools.cache(lambda: _log.warning(INSIDE, label, function.__name__))
+    holds = tuple(names[n] for n in ("q", "k", "v", "mask") if n in names)
+    site = AttentionSite(label, read, ring=ring is not None, holds=holds, around=None if ring else around)
 
     @functools.wraps(function)
     def observed(*args: Given.args, **kwargs: Given.kwargs) -> Result:

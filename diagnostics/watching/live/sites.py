@@ -47,6 +47,8 @@ class AttentionSite:
     """Arguments that are held until it has run, as it may write into them."""
     over_operator: bool = False
     """Whether it knows more than a fused operator that runs underneath; else that one is told of instead."""
+    around: Callable[[], None] | None = None
+    """Called where a function or operator inside was told of instead."""
 
 
 def bind(function: Function, site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

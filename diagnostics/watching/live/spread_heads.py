@@ -41,7 +41,8 @@ class SpreadHeads:
                 if (ranks := _sharing(q, k, y)) is not None:
                     place = _place(q, y, ranks)
                     self._places[module] = (rank() % ranks, False) if place is None else (place, True)
-                    break
+                    if place is not None:  # not of k or v, which may be as wide
+                        break
         found = self._places.get(module)
         return None if found is None else (found[0] * q.shape[1], found[1])
 

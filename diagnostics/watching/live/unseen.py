@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_diag.watching.live import flex_graphs, intercept, rwkv_operators
-from attn_diag.watching.live.class_code import is_linear, kernels, mentions, names, recurs
+from attn_diag.watching.live.class_code import calls_linear, is_linear, kernels, mentions, names, recurs
 from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
 from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
@@ -330,10 +330,11 @@ class Unseen:
         return self._places.most[root] if self._below(root, unmet) else 0
 
     def _below(self, root: int, those: list[_Candidate]) -> list[_Candidate]:
+        """Those in a compiled module whose calls its graph may have made."""
         assert self._model is not None
         top = next((m for m in self._model.modules() if id(m) == root), None)
         inside = set() if top is None else {id(m) for m in top.modules()}
-        return [one for one in those if id(one.module) in inside]
+        return [one for one in those if id(one.module) in inside and not calls_linear(one.module)]
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

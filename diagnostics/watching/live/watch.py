@@ -266,9 +266,9 @@ class Watch:
         }
         call = AttentionCall(place=place, stage=met.stage, **detached)
         if (module := self._places.named(place.module)) is not None:
-            call.head_offset = first_head(module, call.q)
-            near = self.projections.in_layers.made_in(place.module or "")
-            if (spread := self._spread.first(place.module or "", call.q, call.k, near)) is not None:
+            owner, layers = self.projections.in_layers.around(place.module or ""), self.projections.in_layers
+            call.head_offset = first_head(self._places.named(owner) or module, call.q)
+            if (spread := self._spread.first(owner, call.q, call.k, layers.made_in(owner))) is not None:
                 call.head_offset, sure = spread
                 call.notes += [] if sure else [ASSUMED]
         call.notes += [BY_ORDER] if self._places.by_order(met.caller) else []
