@@ -13,6 +13,7 @@ from attn_diag.reports.opening import next_command, of_observations, opening
 from attn_diag.results.diagnosis import Diagnosis
 from attn_diag.results.finding_places import step_of
 from attn_diag.results.findings import FindingAtStep, Kind, SharedFinding, WorstHead
+from attn_diag.results.quality import TRIED
 from attn_diag.results.wording import head_name
 
 # Bars of a card: further steps are joined, the last of each group is shown.
@@ -132,7 +133,8 @@ def _meaning(finding: SharedFinding) -> str:
     if finding.label == "wrong" and finding.formats:
         return "Numbers lost so many bits that the result is another function's."
     said = _MEANING.get(finding.label, "")
-    return said.replace("no rounding error", "no 8-bit rounding error") if finding.of_few_bits else said
+    what = "no rounding error that was tried" if TRIED in finding.words else "no FP8 rounding error"
+    return said.replace("no rounding error", what) if finding.of_few_bits else said
 
 
 def _head(worst: WorstHead) -> str:

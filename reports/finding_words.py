@@ -13,7 +13,7 @@ from attn_diag.reports.places import where
 from attn_diag.reports.quantities import STYLES, TESTS
 from attn_diag.results.estimates import Label
 from attn_diag.results.findings import Kind, SharedFinding
-from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, Quantity
+from attn_diag.results.quality import LOSSY, MASK_UNSEEN, OPERANDS, PROBS, TRIED, Quantity
 from attn_diag.results.wording import SYMBOLS, chance, head_name, percent, plural, times, together, yardstick
 
 __all__ = ["NAMES", "Line", "about", "brief", "fault", "grows", "matters", "style_of", "sure", "what", "when", "where"]
@@ -135,7 +135,9 @@ def _effect(finding: SharedFinding) -> str:
     if (worse := _worse_gradient(finding)) is not None:
         return f"Matters {_degree(finding)}: {SYMBOLS[worse]} {percent(_error(finding, worse))} off"
     if finding.gradients is None and finding.dw_q_error is None:
-        return "Matters much: O is another function" if _wrong_o(finding) else "Matters: not known without dO"
+        if not _wrong_o(finding):
+            return "Matters: not known without dO"
+        return "Matters much, unless it is meant" if finding.formats else "Matters much: O is another function"
     other = finding.dq_error_well_rounded
     beside = (
         ""
@@ -255,7 +257,9 @@ def matters(finding: SharedFinding) -> str:
         off = f"the gradient {SYMBOLS[worse]} is up to {percent(_error(finding, worse))} off"
         return f"{_degree(finding)}: {off}{beside}."
     if finding.gradients is None and finding.dw_q_error is None:
-        return f"{_ANOTHER}." if _wrong_o(finding) else "not known; without dO (and dQ) no gradient can be judged."
+        if not _wrong_o(finding):
+            return "not known; without dO (and dQ) no gradient can be judged."
+        return f"{_of_wrong_o(finding)}."
     other = finding.dq_error_well_rounded
     how = "predicted (from delta) to be " if finding.gradients == "predicted" else ""
     beside = (
@@ -268,7 +272,7 @@ def matters(finding: SharedFinding) -> str:
         weights += ". Runs that blew up had dW_Q 11 to 42 % off shortly before"
     if _wrong_o(finding):
         said = f"dQ is {how}{percent(finding.dq_error)} off{beside}"
-        return f"{_ANOTHER}; {said}."
+        return f"{_of_wrong_o(finding)}; {said}."
     size = f"the gradient dQ is {how}up to {percent(finding.dq_error)} off{beside}"
     alone = " in one step (whether the errors add up over steps is not known)" if finding.label == "biased" else ""
     return f"{_degree(finding)}{alone}: {size}{weights}."
@@ -292,6 +296,11 @@ def _worse_gradient(finding: SharedFinding) -> Quantity | None:
 
 def _error(finding: SharedFinding, quantity: Quantity | None) -> float:
     return 0.0 if quantity is None else (finding.errors or {}).get(quantity, 0.0)
+
+
+def _of_wrong_o(finding: SharedFinding) -> str:
+    """What a wrong O does: one of numbers of a few bits is meant so where these are."""
+    return "much, unless these bits are meant to be lost" if finding.formats else _ANOTHER
 
 
 def _wrong_o(finding: SharedFinding) -> bool:
@@ -341,7 +350,12 @@ def sure(finding: SharedFinding) -> str:
         return f"certain: {fault(finding)}, not the inputs'{unknown(finding)}."
     if finding.label == "wrong":
         if finding.of_few_bits:
-            return "certain: 8 bits in all rows make less; kernel or capture is at fault."
+            # FP32 inputs are held against kernels through BF16, and formats below 16 bits by name.
+            whole = finding.cause is None or finding.cause.words.startswith("all ")
+            whole = whole and TRIED not in finding.words
+            less = "FP8 in all rows makes less" if whole else "no rounding that was tried makes that"
+            meant = ", or 8 bits or fewer are meant there" if TRIED in finding.words else ""
+            return f"certain: {less}; kernel or capture is at fault{meant}."
         return "certain: no rounding does that; kernel at fault, or capture damaged."
     if finding.label == "unjudged":
         return "certain: metadata or kernel are wrong; nothing else is judged."

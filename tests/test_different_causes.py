@@ -125,5 +125,5 @@ def test_what_8_bits_do_not_make_may_be_made_by_fewer() -> None:
     assert finding.label == "wrong"
     assert "% off" in (finding.pattern or "")
     assert finding.words == "O is 49.5 % off: row 0 is right; rows 1-255 are 52 % off."
-    assert sure(finding).startswith("certain: 8 bits in all rows make less; kernel")
+    assert sure(finding).startswith("certain: no rounding that was tried makes that; kernel")
     assert verdict.suggestions[0].endswith("inspect it as the kernel that it is (--declared).")

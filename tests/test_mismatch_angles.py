@@ -46,7 +46,8 @@ def test_other_angles_are_named(other: dict[str, Any], heads: int) -> None:
     """Angles in BF16 were "nothing beyond rounding" (O 9 % apart), another base "the projection is another"."""
     found = run(heads, **other)
     assert [(c.kind, c.label, c.place) for c in found.causes] == [("position", "semantics", "projection")]
-    assert "RoPE's angles are others (another base, scaling or precision): q and k of rollout" in found.headline
+    assert "RoPE's angles are others (another base, scaling or precision, other positions, or turned" in found.headline
+    assert "): q and k of rollout are train's" in found.headline
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -60,7 +60,7 @@ SAID = {
     "growing": (
         "WRONG: layer 2, head 1, at step 500, the last looked at (lossy from step 200 on)",
         "step 200 as lossy, 500 as wrong (not found at 100", "It grows",
-        "certain: 8 bits in all rows make less; kernel or capture is at fault", "Runs that blew up",
+        "certain: FP8 in all rows makes less; kernel or capture is at fault", "Runs that blew up",
         "attn-diag inspect growing/step000500_layer02.safetensors --head 1 --html",
     ),
     "one_rank": (

@@ -177,7 +177,7 @@ def test_what_no_kernel_of_8_bits_leaves_is_wrong() -> None:
     x = draw("gaussian", "full", t_q=256, t_k=256, heads=1)
     out = inspected(x, pages(x)).captures[0].observations[0].heads[0].quantities[0]
     assert (out.quantity, out.answer) == ("o", "wrong")
-    assert "which no 8-bit rounding makes" in out.words
+    assert "which no FP8 rounding makes" in out.words
 
 
 @pytest.mark.parametrize("family", ["gaussian", "one_hot"])

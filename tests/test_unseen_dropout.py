@@ -153,5 +153,5 @@ def test_an_lse_that_is_off_too_is_none_of_dropout(noisy: bool) -> None:
     o, lse = (scores.softmax(-1) @ v.double()).bfloat16(), scores.logsumexp(-1).float()
     found = attn_diag.inspect(q, k, v, o=o, lse=lse if noisy else None, device="cpu").captures[0].observations[0]
     words = [x.words for h in found.heads for x in h.quantities if x.quantity == "o"]
-    assert all(("no 8-bit rounding makes" if noisy else "no rounding makes") in w for w in words)
+    assert all(("no FP8 rounding makes" if noisy else "no rounding makes") in w for w in words)
     assert any("attention dropout" in w for w in words) != noisy

@@ -24,6 +24,7 @@ _ALL_KEYS = Schedule(key_tile=2**20)
 _ORDERS: tuple[Order, ...] = "ascending", "descending"
 # Of all casts these keys at once are tried, of the best one all tiles.
 _FIRST_TILE = 128
+_MOST_CODES = 255
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class CastProbs:
     """Whether no other order leaves as little."""
     sums_cast: bool = False
     """Whether l sums what was cast."""
+    steps: int = 0
+    """Above 0: codes from 0 to 255 of one step for all, 1 over this, as a softmax in INT8 has them (TFLite's: 256)."""
 
     @property
     def words(self) -> str:
@@ -76,7 +79,10 @@ class CastProbs:
         largest = torch.ones_like(probs[:, :1])
         if self.schedule is not None:
             largest = _largest(probs, block, self.schedule, so_far=not self.by_tile)
-        cast = quantize(probs / largest, self.by, amax=self.amax).values * largest
+        if self.steps:
+            cast = (probs / largest * self.steps).round().clamp(max=_MOST_CODES) / self.steps * largest
+        else:
+            cast = quantize(probs / largest, self.by, amax=self.amax).values * largest
         made: Tensor = cast @ v
         return made / cast.sum(1, keepdim=True).clamp(min=1e-300) if self.sums_cast else made
 
@@ -138,4 +144,8 @@ def _casts() -> tuple[CastProbs, ...]:
     return (
         *(replace(one, schedule=order) for one in (*fixed, *own) for order in orders),
         *(replace(one, schedule=None) for one in fixed),
+        *(
+            CastProbs("INT8", f"in steps of 1/{n}", quantizer("int8", block="tensor"), None, None, steps=n)
+            for n in (_MOST_CODES + 1, _MOST_CODES)
+        ),
     )

@@ -134,7 +134,8 @@ class Failure:
     look_closer: str | None = None
     """A command, or a call in Python, that shows more."""
     factor: Number | None = None
-    """Of wrong and lossy: the error over a well-rounded kernel's; null: not compared."""
+    """Of wrong and lossy: the error over a well-rounded kernel's, with all rows weighted alike where that alone shows
+    it lossy; null: not compared."""
 
 
 @dataclass(frozen=True, repr=False)

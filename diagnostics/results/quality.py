@@ -117,14 +117,19 @@ def is_explained(verdict: QuantityVerdict) -> bool:
     return any(pattern.formats or pattern.kind == "forward" for pattern in verdict.patterns[:1])
 
 
-def no_rounding(patterns: Sequence[Pattern]) -> str:
-    """What is said behind how far off a wrong quantity is that shows these patterns.
+TRIED = "no rounding that was tried"
+"""What is said to make no error of FP32 inputs, which are not held against FP8."""
 
-    Fewer bits than 8 make as much in all rows, and 8 in some rows alone.
+
+def no_rounding(patterns: Sequence[Pattern], *, compared: bool) -> str:
+    """What is said behind how far off a wrong quantity is that shows these patterns; ``compared``: with FP8 in all.
+
+    Fewer bits than 8, and 8 in steps of one size (a softmax in INT8), make as much in all rows, and FP8 in some alone.
     """
     if patterns and not patterns[0].of_few_bits:
         return ", which no rounding makes"
-    return ", which no 8-bit rounding makes" if not patterns or patterns[0].words.startswith("all ") else ""
+    what = "no FP8 rounding" if compared else TRIED
+    return f", which {what} makes" if not patterns or patterns[0].words.startswith("all ") else ""
 
 
 # How a verdict's words end where rows that see no key hold something.

@@ -10,10 +10,11 @@ import torch
 from attn_diag.analyses.mismatch.cache import cache_words, changed_in_cache
 from attn_diag.analyses.mismatch.fit import LayerFit
 from attn_diag.analyses.mismatch.layers import ComparedLayer, HeadOfBoth, windows
+from attn_diag.analyses.mismatch.projected import JUMP, OF_SAME_INPUT, ROUNDINGS, jump_of
 from attn_diag.analyses.mismatch.rotation import other_angles
 from attn_diag.analyses.mismatch.rows import RunRows
 from attn_diag.analyses.mismatch.small_words import words_of
-from attn_diag.analyses.mismatch.storage import few_levels, format_below, rounding_unit
+from attn_diag.analyses.mismatch.storage import format_below, rounding_unit
 from attn_diag.analyses.mismatch.unwritten import unwritten_rows
 from attn_diag.head.output_fit import TOLERANCE
 from attn_diag.head.quality import LOSSY
@@ -21,11 +22,6 @@ from attn_diag.results.mismatch import CauseKind, MismatchCause, MismatchLayer, 
 from attn_diag.results.wording import number, percent, plural, times
 
 _RUNS: tuple[RunName, RunName] = ("train", "rollout")
-# Half a dozen roundings stand between the token and q, k, v of one layer, or between one layer and the next: the
-# norm, the product, the bias, RoPE, each at most one unit. Differences above are none of one layer's roundings.
-_ROUNDINGS = 8
-# What came in may be amplified, but not by so much in one layer.
-_JUMP = 4.0
 # From so many units on, a jump that may be rounding still is worth a sentence.
 _NOTED = 2
 # Scales that were stored in fp32.
@@ -71,9 +67,11 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
         does = "holds" if len(stored.which) == 1 else "hold"
         words = f"{which} of {side} {does} numbers of {stored.format} alone ({apart} off the other's)"
         causes.append(_cause(found.layer, "storage", side, words, fitted=True, place="projection"))
+    changed = False
     for which_run, run in enumerate(_RUNS):
         changes = changed_in_cache([(h.head, h.rows[which_run]) for h in found.heads], found.units[which_run])
         if changes:
+            changed = True
             words, rounding = cache_words(run, changes)
             cause = _cause(found.layer, "storage", run, words, fitted=True, place="projection")
             causes.append(cause if rounding else replace(cause, label="unnamed"))
@@ -82,11 +80,14 @@ def causes_of(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mism
     if found.norm is not None and not any(c.kind in ("position", "weights") for c in causes):
         place: Place = "stream" if found.norm.which == "x" else "projection"
         causes.append(_cause(found.layer, "norm", "both", found.norm.words, fitted=True, place=place))
+    # Beside what is stored below 16 bits the others may be another's.
+    told = {*(["q", "k", "v"] if changed else stored.which if stored is not None else ())}
     if (
-        not any(c.kind in ("position", "weights", "norm", "storage") for c in causes)
-        and (jump := _jump(found, result, before)) is not None
+        not any(c.kind in ("position", "weights", "norm") for c in causes)
+        and len(told) < len("qkv")
+        and (jump := jump_of(found, result, before, told)) is not None
     ):
-        coarse = _coarse_in_both(found, result) if jump[0] == "projection" else None
+        coarse = _coarse_in_both(found, result) if jump[0] == "projection" and not told else None
         causes.append(coarse or _cause(found.layer, "unnamed-input", "both", jump[1], place=jump[0]))
     return causes
 
@@ -111,7 +112,7 @@ def small_jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[Mis
     if result.x is None or not before or before[-1].layer != found.layer - 1:
         return ""
     came_in = max(before[-1].difference, before[-1].x or 0.0)
-    if not max(_NOTED * found.unit, _JUMP * came_in) < result.x <= _ROUNDINGS * found.unit:
+    if not max(_NOTED * found.unit, JUMP * came_in) < result.x <= ROUNDINGS * found.unit:
         return ""
     return (
         f"Layer {found.layer}: x differs by {percent(result.x)}, where O and x of layer {before[-1].layer} differ by "
@@ -140,7 +141,7 @@ def _cause(
 def _of_fit(layer: int, side: RunName, fit: LayerFit, heads: Sequence[RunRows]) -> Iterator[MismatchCause]:
     """``heads``: that run's rows of each."""
     if fit.best is not None:
-        words = f"{side} computes with {fit.best.words}"
+        words = f"{side} computes with {fit.best.words}{fit.beside}"
         yield _cause(layer, fit.best.kind, side, words, fitted=True, explained=fit.explained, alternative=fit.runner_up)
         return
     if not fit.coarse:
@@ -267,48 +268,19 @@ def _angles(found: ComparedLayer) -> Iterator[MismatchCause]:
         which, most = " and ".join(one.which for one in turned), max(turned, key=lambda one: one.size)
         are = "is" if len(turned) == 1 else "are"
         words = (
-            f"RoPE's angles are others (another base, scaling or precision): {which} of rollout {are} train's with "
-            f"each pair of features turned, pair {most.pair} most, by {number(most.size)} radians (rms)"
+            f"RoPE's angles are others (another base, scaling or precision, other positions, or turned twice or not at "
+            f"all): {which} of rollout {are} train's with each pair of features turned, pair {most.pair} most, by "
+            f"{number(most.size)} radians (rms)"
         )
         explained = min(one.explained for one in turned)
         yield _cause(found.layer, "position", "both", words, fitted=True, explained=explained, place="projection")
 
 
-def _furthest(found: ComparedLayer, result: MismatchLayer) -> tuple[str, float]:
-    """Which of q, k and v are furthest apart, and how far, relative.
-
-    A quantiser of few bits in both runs makes whole steps of what came in as rounding, in few elements. On average it
-    neither widens nor narrows a difference: between its numbers the mean of |b - a| is what came in.
-    """
-    sizes = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
-    for name in sizes:
-        if sizes[name] > _ROUNDINGS * found.unit:
-            a, b = (torch.cat([getattr(head.rows[side], name) for head in found.heads]) for side in (0, 1))
-            if few_levels(a) and few_levels(b):
-                sizes[name] = float((b - a).abs().nanmean() / a.abs().nanmean())
-    worst = max(sizes, key=lambda name: sizes[name])
-    return worst, sizes[worst]
-
-
-def _unseen_jump(found: ComparedLayer, result: MismatchLayer, before: MismatchLayer) -> tuple[Place, str] | None:
-    """The same without x: what came in is what q, k, v and O of the layer before show, and two steps lie between."""
-    if before.layer != found.layer - 1:
-        return None  # what the layers between did is not known
-    came_in = max(float(getattr(before, name)) for name in ("q", "k", "v", "difference"))
-    worst, size = _furthest(found, result)
-    if size <= max(2 * _ROUNDINGS * found.unit, _JUMP**2 * came_in):
-        return None
-    return "stream", (
-        f"{worst} differs by {percent(size)}, where q, k, v and O of layer {before.layer} differ by {percent(came_in)} "
-        "at most: something between (projection, bias, norm, position encoding, order of heads, MLP) is another; not "
-        "told which (the attention's input x was not captured)"
-    )
-
-
 def _coarse_in_both(found: ComparedLayer, result: MismatchLayer) -> MismatchCause | None:
     """What is said where all that differs are FP8 numbers in both runs, by no more than a rounding in each makes."""
     apart = {name: float(getattr(result, name)) for name in ("q", "k", "v")}
-    apart = {name: size for name, size in apart.items() if size > _ROUNDINGS * found.unit}
+    limit = (OF_SAME_INPUT if result.x == 0 else ROUNDINGS) * found.unit
+    apart = {name: size for name, size in apart.items() if size > limit}
     for name, size in apart.items():
         both = [format_below(torch.cat([getattr(head.rows[side], name) for head in found.heads])) for side in (0, 1)]
         units = [0.0 if fmt is None else rounding_unit(fmt) for fmt in both]
@@ -321,28 +293,3 @@ def _coarse_in_both(found: ComparedLayer, result: MismatchLayer) -> MismatchCaus
     )
     cause = _cause(found.layer, "storage", "both", words, fitted=True, place="projection")
     return replace(cause, label="unnamed")
-
-
-def _jump(found: ComparedLayer, result: MismatchLayer, before: Sequence[MismatchLayer]) -> tuple[Place, str] | None:
-    """Whether x, or q, k and v, differ by more than this layer's roundings and what came in explain."""
-    limit = _ROUNDINGS * found.unit
-    earlier = [layer.difference for layer in before[-1:]] + [
-        d for layer in before[-1:] for d in (layer.x,) if d is not None
-    ]
-    came_in = max(earlier, default=0.0)
-    if result.x is not None and result.x > max(limit, _JUMP * came_in):
-        where = f"O of layer {before[-1].layer} by {percent(before[-1].difference)}" if before else "nothing before it"
-        return "stream", (
-            f"the attention's input x differs by {percent(result.x)}, {where}: something outside attention (norm, MLP, "
-            "embedding, projection of O, dropout) is another"
-        )
-    if result.x is None and before:
-        return _unseen_jump(found, result, before[-1])
-    worst, size = _furthest(found, result)
-    if size > max(limit, _JUMP * (result.x or 0.0)):
-        beside = "" if result.x is None else f", x by {percent(result.x)}"
-        return "projection", (
-            f"{worst} differs by {percent(size)}{beside}: the projection (weights, bias, norm, position encoding or "
-            "the order of heads) is another; not told which"
-        )
-    return None

@@ -26,6 +26,8 @@ _SIGNIFICANT = 4.4
 # From so many times a well-rounded kernel's error on an fp32 O is more than sums of many terms in fp32 leave, in
 # whatever order; one site in 16 bits, or in TF32, leaves thousands.
 _FP32_LOSSY = 32.0
+# What is named leaves more than a coarse kernel does from so many times the rounding on.
+_MORE = 2.0
 # Enough to tell: rows, and heads, of a layer.
 _ROWS, _HEADS = 192, 6
 
@@ -52,6 +54,8 @@ class LayerFit:
     """Why the best hypothesis is not named though it comes near, in words; empty: none comes near."""
     runner_up: str
     """The best one of another kind, in words, and what it leaves; empty: nothing was tried."""
+    beside: str = ""
+    """Where what is named leaves clearly more than rounding, that in words; empty: it does not."""
 
 
 def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
@@ -107,6 +111,9 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         factor = times(math.sqrt(total / float(wanted.sum())))
         part = f"{best.words} explains {percent(1 - total / float(kept.sum()))} of its square"
         nearest = f"{part}, but leaves {factor} times the rounding, so that it is not all of it"
+    beside = ""
+    if named and over is not None and over.low > max(lossy, _MORE):
+        beside = f", and more is wrong, or rounded coarsely, there: that leaves {times(over.factor)} times the rounding"
     found = coarse_site(chosen, fmt, out) if against.factor > lossy and not named else None
     return LayerFit(
         factor=against.factor,
@@ -119,6 +126,7 @@ def fit_layer(stated: Stated, fmt: FloatFormat, out: FloatFormat) -> LayerFit:
         explained=1 - total / float(kept.sum()),
         nearest=nearest,
         runner_up=runner_up,
+        beside=beside,
     )
 
 

@@ -92,9 +92,17 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
         result.append(SequencePair(a, b, shifts, length))
         overlap = min(a.length + shifts[0], b.length + shifts[1]) - max(shifts)
         if count < overlap:
+            again, behind = _again(a, b, shifts, length), overlap - count - 1
+            place = ""
+            if again > behind / 2:
+                place = (
+                    f", another v there and {again} of {behind} the same again after it (another token, or an entry of "
+                    "a cache that was written over)"
+                )
+            only = "" if place else "only "
             notes.append(
-                f"One sequence has the same tokens only up to number {length}: what comes after is not compared "
-                f"({overlap - count} tokens)."
+                f"One sequence has the same tokens {only}up to number {length}{place}: what comes after is not "
+                f"compared ({overlap - count} tokens)."
             )
     for name, run, taken in (("train", train, used[0]), ("rollout", rollout, used[1])):
         if left := len(run.sequences) - len(taken):
@@ -135,6 +143,17 @@ def _aligned(a: TokenSequence, b: TokenSequence) -> tuple[int, int] | None:
             best = shift, same
     # A token or two are the same by chance.
     return best if best is not None and best[1] >= min(4, len(one), len(other)) else None
+
+
+def _again(a: TokenSequence, b: TokenSequence, shifts: tuple[int, int], length: int) -> int:
+    """How many tokens behind the first one that is another are the same."""
+    heads = math.gcd(a.values.shape[1], b.values.shape[1])
+    one, other = (
+        _directions(s.values[length + 1 - shift :, :: s.values.shape[1] // heads])
+        for s, shift in ((a, shifts[0]), (b, shifts[1]))
+    )
+    count = min(len(one), len(other))
+    return int(((one[:count] - other[:count]).norm(dim=1) <= SAME_TOKEN).sum())
 
 
 def _directions(values: Tensor) -> Tensor:

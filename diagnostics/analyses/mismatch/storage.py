@@ -17,6 +17,8 @@ from torch import Tensor
 _PRODUCT = 2.0**-7
 _MANTISSAS = {"FP8 (E5M2)": 2, "FP8 (E4M3)": 3}
 _INT8, _INT8_FROM = 127, 32
+# Of INT4 too few are different for that: all rows, of so many features, have several, and they are the same few.
+_INT4, _SEVERAL, _FEATURES = (7, 8), 5, 32
 # A row must have so many different magnitudes, and so many rows must be of the format: the others are all zeros.
 _DISTINCT, _MOST = 8, 0.99
 # So many rows, spread over all.
@@ -60,7 +62,10 @@ def find_storage(train: Sequence[dict[str, Tensor]], rollout: Sequence[dict[str,
 def format_below(x: Tensor) -> str | None:
     """The format below 16 bits whose numbers, times a scale a row, all of x [n, D] are; None: none, or too few tell."""
     every = x[torch.linspace(0, len(x) - 1, min(len(x), _ROWS), device=x.device).long()].double().abs()
-    rows = every[(every.sort(1).values.diff(dim=1) > 0).sum(1) >= _DISTINCT]
+    different = (every.sort(1).values.diff(dim=1) > 0).sum(1)
+    if every.shape[1] >= _FEATURES and float(_of_int4(every, different).double().mean()) >= _MOST:
+        return "INT4"
+    rows = every[different >= _DISTINCT]
     if len(rows) < max(1, len(every) // 2):
         return None
     for name, bits in _MANTISSAS.items():
@@ -98,6 +103,16 @@ def _of_float(rows: Tensor, bits: int) -> Tensor:
         near = (units - units.round()).abs() <= _PRODUCT * units
         found |= (near | (rows == 0)).all(1)
     return found
+
+
+def _of_int4(rows: Tensor, different: Tensor) -> Tensor:
+    """Which rows are whole multiples, up to 7 or 8, of one number, and hold several of them."""
+    largest = rows.amax(1, keepdim=True).clamp(min=1e-300)
+    found = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    for top in _INT4:
+        units = rows / (largest / top)
+        found |= ((units - units.round()).abs() <= _PRODUCT * units).all(1)
+    return found & (different >= _SEVERAL)
 
 
 def _of_int8(rows: Tensor) -> Tensor:

@@ -144,6 +144,9 @@ class CapturePatterns:
                 patterns = find_patterns(replace(evidence, outlying=marked, features=no_features))
         if any(isinstance(one, QuantitySample) and one.only_features for one in found):
             patterns = [one for one in patterns if one.features]  # of rows each of them makes all stand out
+        by_features = bool(verdict.patterns) and verdict.patterns[0].kind == "features" and not outlying
+        if by_features and patterns and all(one.of_few_bits for one in patterns):
+            patterns = list(verdict.patterns)  # all rows are off by rounding as well, which says nothing
         # Where the truth is less than a well-rounded kernel's error (dQ and dK of one-hot rows) much looks like it.
         if bad and (not patterns or patterns[0].kind in MERE_PLACES):
             at_random = unseen_dropout if verdict.quantity == "o" else redrawn_dropout

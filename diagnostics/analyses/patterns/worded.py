@@ -53,5 +53,7 @@ def with_patterns(verdict: QuantityVerdict, patterns: Sequence[Pattern], where: 
         words = verdict.words.partition(", which no ")[0]
         return replace(verdict, words=f"{words}: {where}{first.words}.", patterns=tuple(patterns))
     off = "" if verdict.relative_error is None else f"{percent(verdict.relative_error)} off"
-    words = f"{name} is {off or 'off'}{no_rounding(patterns)}: {where}{first.words}."
+    words = (
+        f"{name} is {off or 'off'}{no_rounding(patterns, compared=verdict.factor is not None)}: {where}{first.words}."
+    )
     return replace(verdict, answer="wrong", words=words, patterns=tuple(patterns))

@@ -111,11 +111,13 @@ def of_wrong(wrong: Sequence[QuantityVerdict]) -> str:
     near = [pattern for q in wrong for pattern in q.patterns[:1] if pattern.near]
     if lost is not None and not any(pattern.kernel for pattern in near):
         return lost + _OR_BEYOND if near else lost
-    if any(not q.declared and (not q.patterns or q.patterns[0].of_few_bits) for q in wrong):
-        return (
-            SUGGESTIONS["wrong"].replace("No rounding makes this error", "Rounding all to 8 bits makes less", 1)
-            + _OR_FEWER_BITS
-        )
+    few = [q for q in wrong if not q.declared and (not q.patterns or q.patterns[0].of_few_bits)]
+    if few:
+        # FP32 inputs are not held against FP8.
+        held = all(q.factor is not None for q in few)
+        makes = "Rounding all to FP8 makes less" if held else "No rounding that was tried makes this error"
+        meant = _OR_FEWER_BITS if held else _OR_FEWER_BITS.replace("fewer than 8 bits", "8 bits or fewer")
+        return SUGGESTIONS["wrong"].replace("No rounding makes this error", makes, 1) + meant
     return SUGGESTIONS["wrong"]
 
 

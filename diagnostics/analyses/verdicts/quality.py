@@ -119,7 +119,7 @@ def judge_quantity(
     off = f"{name} is {percent(math.sqrt(error / truth)) if truth else 'far'} off"
 
     def wrong(pattern: Pattern) -> QuantityVerdict:
-        return verdict("wrong", f"{off}{no_rounding([pattern])}: {pattern.words}.", pattern)
+        return verdict("wrong", f"{off}{no_rounding([pattern], compared=whole.compared)}: {pattern.words}.", pattern)
 
     if whole.factors:
         return wrong(Pattern("factor", whole.factors))
@@ -163,7 +163,7 @@ def judge_quantity(
             said = f"{times(coarsest)} times what {what} leaves"
             return verdict("wrong", f"{off}, which no rounding makes: {said}.")
         what = "a kernel with 8-bit operands and all else in BF16"
-        return verdict("wrong", f"{off}{no_rounding(())}: {times(coarsest)} times what {what} leaves.")
+        return verdict("wrong", f"{off}{no_rounding((), compared=True)}: {times(coarsest)} times what {what} leaves.")
     if ratio is None or typical is None:
         return verdict("undecided" if error else "good", f"{name} has too few {unit} to compare.")
     known = SITES.get(whole.site or "")

@@ -264,7 +264,7 @@ def facts(
             "certain",
             f"In {worst.name} it is off by up to {worst.of_budget or 0.0:.3g} times what casts of P̄ and O and sums in "
             f"fp32 can make{_also_biased(biased)}.",
-            " So another step rounds, or something is lost.",
+            " So another step rounds, or it computes another function (its scale, what it adds to scores, a lost key).",
         )
     if (repeat := next((f for f in moved if f.name == "repeat"), None)) is not None:
         return (

@@ -216,6 +216,11 @@ def of_clipping(by: Quantizer) -> Iterator[QuantizerMistake]:
         yield QuantizerMistake(
             "codes clipped one above the lowest", lambda grid: [grid.of(grid.found.codes.double().clamp(min=low))]
         )
+        if low < high:
+            yield QuantizerMistake(
+                "codes clipped one short at both ends",
+                lambda grid: [grid.of(grid.found.codes.double().clamp(low, high))],
+            )
 
 
 def _codes(elements: Integers, shape: tuple[int, int]) -> Iterator[QuantizerMistake]:

@@ -26,6 +26,7 @@ from attn_diag.testing.quantizing.functions import quantizer
 from attn_diag.testing.quantizing.gradient import Values, notes_of, straight_through, with_gradient
 from attn_diag.testing.quantizing.mistakes import UNCLIPPED
 from attn_diag.testing.quantizing.possible import DECLARED, SAME, PossibleQuantizer, strays
+from attn_diag.testing.quantizing.unscaled import of_a_cast
 from attn_diag.work import Progress, part_of, silent
 
 Declared = str | Quantizer | None
@@ -114,6 +115,8 @@ def quant(
         if made is None or (made.amax is not None and outcome == "fail"):
             headline, following = _with_place(beyond_ties(start, w, values), headline, following)
         outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
+    if made is None and values is not None:
+        outcome, headline, following = of_a_cast(w, values, declared, (outcome, headline, following))
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     scales, gradient = given if made is None else made.made_of(exact), None

@@ -11,6 +11,7 @@ from typing import Any
 from attn_diag.head.quality import LOSSY
 from attn_diag.results.baseline import BaselineCase, SequenceMean
 from attn_diag.results.check import FACTOR, GRADIENTS, OF_QUANTITY, CheckedBias, CheckedCase, Failure, Kind, Size
+from attn_diag.results.quality import QuantityVerdict
 from attn_diag.results.wording import EVERY_SYMBOL, chance, in_last_bits, percent
 from attn_diag.statistics import welch as means
 from attn_diag.statistics.means import holm
@@ -188,8 +189,16 @@ def _bad_quantities(case: CheckedCase) -> list[Failure]:
         if verdict.answer in kinds and verdict.quantity not in case.documented and judged(verdict):
             words = f"{case.name}: {verdict.words.removesuffix('.')}{_where(case, verdict.quantity)}"
             kind = kinds[verdict.answer]
-            found.append(Failure(kind, case.name, verdict.quantity, words, factor=verdict.factor))
+            found.append(Failure(kind, case.name, verdict.quantity, words, factor=_shown(verdict)))
     return found
+
+
+def _shown(verdict: QuantityVerdict) -> float | None:
+    """The factor that shows it lossy: of all rows weighted alike where few rows have most of the error."""
+    whole, each = verdict.factor_ci95, verdict.typical_factor_ci95
+    if verdict.answer == "lossy" and whole and each and whole[0] <= LOSSY < each[0]:
+        return verdict.typical_factor
+    return verdict.factor
 
 
 def _bias_words(case: CheckedCase, name: str, bias: CheckedBias) -> str:
