@@ -63,8 +63,12 @@ def _int4(x: Tensor) -> Tensor:
             "k and v are another in token 50 (1 of 128) alone, where rollout has zeros",
         ),
         (lambda q, k, v: (q, k, _written(v, 3, 2).mul_(1.0)), "v is another in token 3 (1 of 128) alone, where"),
+        (
+            lambda q, k, v: (q, k[:, :, [*range(20), 21, 20, *range(22, 128)]], v),
+            "k is another in tokens 20-21 (2 of 128) alone, where rollout has what train has in tokens 21 and 20",
+        ),
     ],
-    ids=["k", "both", "never written", "the token before"],
+    ids=["k", "both", "never written", "the token before", "two by turns"],
 )
 def test_a_token_that_is_another_is_told_with_its_place(change: Changed, said: str) -> None:
     """It was "the projection (weights, bias, …) is another" of a cache's entry that was written over."""

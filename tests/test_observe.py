@@ -152,6 +152,8 @@ def test_what_cannot_be_observed_says_what_is_missing() -> None:
 
     with pytest.raises(attn_diag.InputError, match=r"it has qkv, and none for q, k, v"):
         attn_diag.observe(packed)
+    with pytest.raises(attn_diag.InputError, match="does not say which arguments it has"):
+        attn_diag.observe(torch.nn.functional.scaled_dot_product_attention)  # of C: it was a ValueError of inspect's
     with pytest.raises(attn_diag.InputError, match="layout must be"):
         attn_diag.observe(layout="HTD")(of_heads)  # type: ignore[call-overload]
     with pytest.raises(attn_diag.InputError, match="causal must be"):

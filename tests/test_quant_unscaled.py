@@ -30,6 +30,21 @@ def test_what_no_quantiser_made_is_told(observed: object, said: str) -> None:
     assert unknown.outcome == "undecided" or "mxfp6" in unknown.headline
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("mxfp8", torch.float8_e4m3fn)])
+def test_a_cast_alone_is_told_where_fp8_is_declared(name: str, dtype: torch.dtype) -> None:
+    """It was "scales rounded to e8m0:up, an amax 64 times the data's", with the advice to declare them."""
+    w = weight(1)
+    found = quant(w, name, observed=w.to(dtype).float())
+    said = f"the values are not {quantizer(name).name}'s: w cast to FP8 (E4M3), without a scale"
+    assert (found.outcome, found.headline) == ("fail", said)
+    assert "declare" not in found.report().split("quantised weight")[0]
+
+
+def test_a_cast_whose_scale_is_one_is_the_quantisers() -> None:
+    w = weight(1) / weight(1).abs().amax() * 448
+    assert quant(w, "fp8", observed=w.to(torch.float8_e4m3fn).float()).outcome == "pass"
+
+
 def test_a_weight_that_was_quantised_before_is_its_own_values() -> None:
     w = plain_int4(weight(1))
     assert quant(w, quantizer("int4", block="32"), observed=w).outcome == "pass"

@@ -146,5 +146,6 @@ def _origins(
     if not origins:
         return "zeros"
     one = len(origins) == 1
-    named = f"{'token' if one else 'tokens'} {ranges(origins)}" if len(origins) <= _NAMED else "other tokens"
+    numbers = ranges(origins) if origins == sorted(set(origins)) else together(list(map(str, origins)))
+    named = f"{'token' if one else 'tokens'} {numbers}" if len(origins) <= _NAMED else "other tokens"
     return f"what train has in {named}"

@@ -115,8 +115,9 @@ def quant(
         if made is None or (made.amax is not None and outcome == "fail"):
             headline, following = _with_place(beyond_ties(start, w, values), headline, following)
         outcome, headline, following = by_blocks(start, w, values, (outcome, headline, following), made)
-    if made is None and values is not None:
-        outcome, headline, following = of_a_cast(w, values, declared, (outcome, headline, following))
+    if values is not None and (made is None or outcome != "pass"):
+        known = made is not None
+        outcome, headline, following = of_a_cast(w, values, declared, (outcome, headline, following), known=known)
     if outcome == "pass" and made is not None and values is not None:
         outcome, headline, following = _without_strays(made, strays(made, w, values), (outcome, headline, following))
     scales, gradient = given if made is None else made.made_of(exact), None

@@ -222,7 +222,13 @@ def _of_result(label: str, o: Tensor, q: Tensor, rows: torch.Size, layout: Layou
 
 
 def _names_of(function: Callable[..., Any]) -> dict[str, str]:
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C, as torch's own and a library's bound kernels
+        raise InputError(
+            f"{function!r} does not say which arguments it has, so that it cannot be observed: wrap it in a function "
+            "of q, k and v"
+        ) from None
     found = {ours: next((n for n in theirs if n in parameters), None) for ours, theirs in _NAMES.items()}
     if missing := [name for name in "qkv" if found[name] is None]:
         raise InputError(
