@@ -33,7 +33,7 @@ def test_what_no_quantiser_made_is_told(observed: object, said: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("mxfp8", torch.float8_e4m3fn)])
 def test_a_cast_alone_is_told_where_fp8_is_declared(name: str, dtype: torch.dtype) -> None:
     """It was "scales rounded to e8m0:up, an amax 64 times the data's", with the advice to declare them."""
-    w = weight(1)
+    w = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     found = quant(w, name, observed=w.to(dtype).float())
     said = f"the values are not {quantizer(name).name}'s: w cast to FP8 (E4M3), without a scale"
     assert (found.outcome, found.headline) == ("fail", said)
