@@ -324,6 +324,36 @@ def test_of_a_double_projection_the_columns_that_made_q_are_taken(layout: str, t
         assert dw_q_error(capture, weight.detach()[attention.columns], weight.grad[attention.columns]) < 1e-6
 
 
+class NormalisedGroups(nn.Module):
+    """One layer makes q, k and v, of each key head together, as in Megatron-LM; q has a norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.norm = nn.RMSNorm(WIDTH // HEADS, eps=1e-6)
+        nn.init.uniform_(self.norm.weight, 0.3, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.qkv(x).unflatten(-1, (HEADS // 2, 4, -1))
+        q = self.norm(made[..., :2, :].flatten(2, 3)).transpose(1, 2)
+        k, v = (made[..., i, :].transpose(1, 2).repeat_interleave(2, 1) for i in (2, 3))
+        o: Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return o.transpose(1, 2).flatten(2)
+
+
+def test_the_queries_of_groups_are_found_behind_a_norm(tmp_path: Path) -> None:
+    """The first columns were taken, which are k's and v's too."""
+    torch.manual_seed(0)
+    attention = NormalisedGroups()
+    with attn_diag.capture(nn.Sequential(attention), tmp_path) as recorder:
+        attention(torch.randn(1, 48, WIDTH)).square().sum().backward()
+    (capture,) = map(attn_diag.load, recorder.written)
+    whole: Tensor = attention.qkv.weight
+    assert whole.grad is not None
+    weight, gradient = (t.view(HEADS // 2, 4, -1, WIDTH)[:, :2].flatten(0, 2) for t in (whole.detach(), whole.grad))
+    assert dw_q_error(capture, weight, gradient) < 1e-6
+
+
 class Inner(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
