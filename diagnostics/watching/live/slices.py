@@ -63,7 +63,7 @@ def same_sizes(one: Tensor, other: Tensor) -> float:
         return 0.0
     found = 0.0
     for pairs, axis in (((2, -1), -2), ((-1, 2), -1)):  # halves of a row, or neighbours
-        a, b = (t.double().unflatten(-1, pairs).norm(dim=axis).flatten(0, 2) for t in (one, other))
+        a, b = (t.double().reshape(*t.shape[:-1], *pairs).norm(dim=axis).flatten(0, 2) for t in (one, other))
         a, b = (torch.log(t + 1e-30) for t in (a, b))
         a, b = (t - t.mean(0) - t.mean(1, keepdim=True) + t.mean() for t in (a, b))
         at = float((a * b).sum() / (a.norm() * b.norm()).clamp(min=1e-30))
