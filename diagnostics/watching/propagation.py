@@ -149,7 +149,7 @@ def explain_logprobs(
     repairs = repairs_of_logprobs(
         SplitDifference(found, given, parts, in_fp32, outside, compared.layers, as_run, rounding)
     )
-    return replace(found, headline=headline(found, compared.layers), repairs=tuple(repairs))
+    return replace(found, headline=headline(found, compared.layers, compared.pairs), repairs=tuple(repairs))
 
 
 def _require_hidden(hidden: tuple[Tensor, Tensor], head: Tensor | None) -> None:

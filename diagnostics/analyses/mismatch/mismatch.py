@@ -173,9 +173,8 @@ def compare_runs(
         sums=tuple(sums.sums),
         outputs=tuple(sums.outputs),
     )
-    return ComparedRuns(
-        replace(whole, headline=headline(whole, compared)), runs, tuple(matched), tuple(compared), sums.added
-    )
+    whole = replace(whole, headline=headline(whole, compared, matched))
+    return ComparedRuns(whole, runs, tuple(matched), tuple(compared), sums.added)
 
 
 def read_runs(
@@ -215,12 +214,13 @@ def _side(name: RunName, captures: Sequence[Capture], run: TokenRun, given: Capt
     )  # fmt: skip
 
 
-def headline(found: Mismatch, layers: Sequence[ComparedLayer]) -> str:
+def headline(found: Mismatch, layers: Sequence[ComparedLayer], matched: Sequence[SequencePair]) -> str:
     """The result in a sentence.
 
     Args:
         found: Without it.
         layers: Those that were compared, one at least.
+        matched: The sequences.
     """
     tokens, sequences = plural(found.tokens, "token"), plural(found.sequences, "sequence")
     if (fewest := min(layer.tokens for layer in found.layers)) < found.tokens:
@@ -231,6 +231,8 @@ def headline(found: Mismatch, layers: Sequence[ComparedLayer]) -> str:
         for side in (found.train, found.rollout)
         if side.sequences > found.sequences
     ]
+    if left := sum(pair.left for pair in matched):
+        apart.append(f"{plural(left, 'token')} from one on that is another")
     if apart:
         where += f" (not compared: {' and '.join(apart)})"
     if found.outcome == "identical":

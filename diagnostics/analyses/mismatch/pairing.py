@@ -37,6 +37,8 @@ class SequencePair:
     """What is added to the numbers of the tokens of each, so that they are the same."""
     length: int
     """T: one more than the number of the last token that is the same."""
+    left: int
+    """The tokens that both have from the first on that is another: they are not compared."""
 
     def rows(
         self, runs: tuple[TokenRun, TokenRun], layer: int, head: int, device: torch.device
@@ -89,10 +91,10 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
         a, b = train.sequences[-i], rollout.sequences[-j]
         shifts = (max(-shift, 0), max(shift, 0))
         length = max(shifts) + count
-        result.append(SequencePair(a, b, shifts, length))
-        overlap = min(a.length + shifts[0], b.length + shifts[1]) - max(shifts)
-        if count < overlap:
-            again, behind = _again(a, b, shifts, length), overlap - count - 1
+        left = min(a.length + shifts[0], b.length + shifts[1]) - max(shifts) - count
+        result.append(SequencePair(a, b, shifts, length, left))
+        if left > 0:
+            again, behind = _again(a, b, shifts, length), left - 1
             place = ""
             if again > behind / 2:
                 place = (
@@ -102,7 +104,7 @@ def pairs(train: TokenRun, rollout: TokenRun) -> tuple[list[SequencePair], list[
             only = "" if place else "only "
             notes.append(
                 f"One sequence has the same tokens {only}up to number {length}{place}: what comes after is not "
-                f"compared ({overlap - count} tokens)."
+                f"compared ({left} tokens)."
             )
     for name, run, taken in (("train", train, used[0]), ("rollout", rollout, used[1])):
         if left := len(run.sequences) - len(taken):
