@@ -19,7 +19,9 @@ from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, un
 
 # Rotations leave the norm of a row as it is; BF16 changes it by less than this.
 _SAME_NORM = 0.02
-QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
+QUERY_NAMES = (
+    "q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj", "query_proj", "linear_q",
+)  # fmt: skip
 FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv", "to_qkv")
 # Of a sequence, so many are compared.
 ROWS = 8

@@ -107,7 +107,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A module that has one of these of its own may attend, though its class is called otherwise; in_proj is Mamba's, too.
 _QUERIES = frozenset(QUERY_NAMES + FUSED_NAMES + ("r_proj", "receptance"))  # the last ones are RWKV's
 _PROJECTIONS = _QUERIES - {"in_proj"}
-_ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
+_ATTENDS = _CALLS_SDPA | {
+    "softmax", "_softmax", "Softmax", "eager_attention_forward", "flex_attention", "flash_attn_func",
+}  # fmt: skip
 
 
 def _leaving_out(name: str, why: str) -> str:
