@@ -75,24 +75,28 @@ def other_factor(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
         return
 
     def changed(factor: float, at: Tensor, scale: float) -> Tensor:
-        times = torch.where(mask.isinf(), mask, mask * factor)
+        exact = mask.double()
+        times = torch.where(exact.isinf(), exact, exact * factor)
         return reference_rows(replace(head, scale=scale, masking=replace(head.masking, mask=times)), at).out
 
-    roots = {"1/sqrt(D)": head.q.shape[1] ** -0.5, "sqrt(D)": head.q.shape[1] ** 0.5}
-    known = roots | {"the scale": head.scale, "1/scale": 1 / head.scale, "2": 2.0, "0.5": 0.5}
+    known = {"the scale": head.scale, "1/scale": 1 / head.scale}
+    root = head.q.shape[1] ** 0.5
+    for name, value in (("1/sqrt(D)", 1 / root), ("sqrt(D)", root)):
+        if named(value, known, 1e-6) is None:
+            known[name] = value
     ways: dict[str, Callable[[float, Tensor], Tensor]] = {
         "the mask": lambda factor, at: changed(factor, at, head.scale),
         "scores and mask together": lambda factor, at: changed(factor, at, head.scale * factor),
     }
     for what, predict in ways.items():
-        if (found := _fitted(evidence, rows, predict, (1.0, *known.values()))) is None:
+        if (found := _fitted(evidence, rows, predict, (1.0, 2.0, 0.5, *known.values()))) is None:
             continue
         factor, uncertain = found
         if abs(factor - 1) < _SMALL or not factor > 0:
             continue
-        name = named(factor, known, min(uncertain, 0.01))
-        said = f"{number(factor, 4)}{f' ({name})' if name and not name[0].isdigit() else ''}"
-        yield Guess("mask", f"are what {what} times {said} gives", predict(factor, rows), 1, fitted=1)
+        known_as = named(factor, known, max(1e-3, min(uncertain, 0.01)))
+        said = f"{number(factor, 3)}{f' ({known_as})' if known_as else ''}"
+        yield Guess("mask", f"are what a factor of {said} on {what} gives", predict(factor, rows), 1, fitted=1)
 
 
 def _fitted(
