@@ -19,6 +19,7 @@ from torch.nn import functional
 import attn_diag
 from attn_diag import Monitor
 from attn_diag.reference import AttentionHead, Masking
+from attn_diag.reports.opening import opening
 
 WIDTH, HEADS = 32, 2
 
@@ -76,6 +77,15 @@ def test_a_gradient_that_vanishes_raises_no_alarm() -> None:
     table = monitor.table()
     assert "nan" not in table
     assert max(map(len, table.splitlines())) < 100
+
+
+def test_no_size_is_given_of_a_gradient_that_vanishes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with attn_diag.capture(model := ObjectQueries().bfloat16(), tmp_path, batch=None):
+        train(model, torch.randn(1, 1, WIDTH).expand(6, 10, WIDTH).bfloat16(), steps=1)
+    told = [line.said for line in opening(attn_diag.inspect(tmp_path))]
+    assert told
+    assert not any("times its size" in line for line in told)  # "the gradient dQ is up to 6.47e+12 times its size off"
 
 
 class Separate(Projected):
