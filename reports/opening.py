@@ -20,8 +20,7 @@ Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
-# So many times its size an error is only of a dQ that is none, as where all rows of V are one.
-_NO_DQ = 1e6
+_NO_DQ = 1e6  # so many times its size an error is only of a dQ that is none, as where all rows of V are one
 # How the check of a capture's metadata ends where no other ones fit; else it names what does.
 _NOTHING_FITS = "tried fits either"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_heads import BF16, Steps, inputs, named, rounded
+from planted_heads import inputs, named, rounded
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +25,7 @@ WIDTH, HEADS = 32, 2
 
 
 def split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], HEADS, -1).transpose(1, 2)
 
 
 class Projected(nn.Module):
@@ -153,7 +153,7 @@ def test_their_own_products_are_named(
     with attn_diag.capture(model, tmp_path):
         train(model, torch.randn(2, 12, WIDTH), steps=1)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "attn_diag"]
-    assert f"not seen in these, which train: 0, 1 ({kind.__name__})" in said  # type: ignore[attr-defined]
+    assert f"not seen in these, which train: 0, 1 ({kind.__name__})" in said
 
 
 def biased(scale: float = 32**-0.5, rows: int = 64) -> AttentionHead:

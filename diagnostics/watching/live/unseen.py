@@ -47,8 +47,8 @@ FLEX = (
     "before the first step, or call torch._dynamo.reset() after it"
 )
 IN_EAGER = (
-    "in eager code it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen "
-    "(code inside a forward has to become one): @attn_diag.observe"
+    "in eager code it calls no attention function or operator that is known. Have the function of q, k and v that it "
+    "calls seen (code inside a forward has to become one): @attn_diag.observe"
 )
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
 RECURRENCE = "it calls {}: a recurrence that is neither captured nor judged here"
