@@ -95,7 +95,9 @@ def _in_short(finding: SharedFinding, *, crowded: bool) -> str:
     """What it is, in a line."""
     place = _worst_place(finding, steps=False)
     if finding.label == "lossy" and finding.factors:
-        return f"{_factors(finding, yardstick(finding.declared))}{place}"
+        # Which rounding makes it, without whose it is.
+        made = "" if crowded else (finding.pattern or "").partition(": as where ")[2].partition(", as ")[0].rstrip(".")
+        return f"{_factors(finding, yardstick(finding.declared))}{place}{f', as where {made}' if made else ''}"
     if finding.label == "biased" and finding.biased_mean is not None:
         return f"{_bias_in_short(finding)}{place}"
     if finding.label == "ill_conditioned":

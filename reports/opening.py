@@ -20,6 +20,7 @@ Entry = tuple[CaptureDiagnosis, ObservationDiagnosis, HeadDiagnosis]
 _WHOSE = {"fa2": "FlashAttention-2", "flex": "FlexAttention", "qiu2025": "the paper's code"}
 _RULE = "lossy: the whole 95 % interval above 1.25"
 _MOST_FINDINGS, _MOST_NAMED = 3, 3
+_NO_DQ = 1e6  # so many times its size an error is only of a dQ that is none, as where all rows of V are one
 # How the check of a capture's metadata ends where no other ones fit; else it names what does.
 _NOTHING_FITS = "tried fits either"
 
@@ -334,7 +335,7 @@ def _held_against(heads: Sequence[HeadDiagnosis]) -> str:
 def _dq_errors(entries: Sequence[Entry]) -> str | None:
     """How far dQ is off in the worst head, beside a well-rounded kernel's there; None where it is not known."""
     nearest = [(*DQ_ERROR.nearest(head), head) for _, _, head in entries]
-    known = [(value, guessed, head) for value, guessed, head in nearest if value is not None]
+    known = [(value, guessed, head) for value, guessed, head in nearest if value is not None and value < _NO_DQ]
     if not known:
         return None
     largest, guessed, head = max(known, key=lambda item: item[0])

@@ -273,7 +273,9 @@ class Evidence:
         noise = torch.maximum(variance + (grown / prediction.shape[1])[:, None], floor)
         noise = torch.maximum(noise, ulp(prediction, self.fmt).square() / 12)
         total = float(noise.sum().clamp(min=1e-300))
-        return Fit(before, float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300))
+        # Of results that are far too small every small guess is near the truth's error: it has to be near them.
+        shown = min(before, max(float(observed.square().sum()), COARSEST**2 * total))
+        return Fit(before, float(left.sum()), total, left.sum(1) / noise.sum(1).clamp(min=1e-300), shown)
 
 
 @dataclass(frozen=True)
@@ -288,11 +290,13 @@ class Fit:
     """What a well-rounded kernel is expected to leave."""
     by_row: Tensor
     """[n], what is left over that noise in each row."""
+    shown: float
+    """The squared error, or the squares of what was returned where these are less."""
 
     @property
     def explained(self) -> float:
-        """The part of the squared error that it explains."""
-        return 1 - self.left / self.before if self.before else 0.0
+        """The part of the squared error that it explains, and of what was returned."""
+        return 1 - self.left / self.shown if self.shown else 0.0
 
     @property
     def remaining(self) -> float:

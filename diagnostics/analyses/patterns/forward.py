@@ -13,7 +13,7 @@ from attn_diag.analyses.patterns.evidence import Evidence, Guess
 from attn_diag.analyses.patterns.lost_parts import lost_parts
 from attn_diag.analyses.patterns.of_mistake import mistaken
 from attn_diag.analyses.patterns.of_sink import other_sinks
-from attn_diag.analyses.patterns.other_scale import other_scale
+from attn_diag.analyses.patterns.other_scale import other_factor, other_scale
 from attn_diag.analyses.patterns.readings import (
     first_features,
     other_documents,
@@ -56,6 +56,7 @@ def of_out(evidence: Evidence, rows: Tensor) -> Iterator[Guess]:
     sum_scaled = block.unnormalised_out * block.row_max.clamp(max=60.0).exp()[:, None]
     yield Guess("normalisation", "are sums of exp(S) V, never normalised", sum_scaled)
     yield from other_scale(evidence, rows, lambda scale, at: reference_rows(replace(head, scale=scale), at).out)
+    yield from other_factor(evidence, rows)
     yield from lost_parts(evidence, [slab_of(head, evidence.references[0], "o", rows)], rows)
 
 

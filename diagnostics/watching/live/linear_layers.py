@@ -18,7 +18,9 @@ from attn_diag.watching.live.axes import is_batched
 from attn_diag.watching.live.slices import Slice, same_norms, same_sizes, slices
 from attn_diag.watching.live.untraced import backward_is_compiled, passed_by, untraced
 
-QUERY_NAMES = ("q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj")
+QUERY_NAMES = (
+    "q_proj", "query", "wq", "to_q", "q", "q_lin", "c_q", "q_a_proj", "q_b_proj", "query_proj", "linear_q",
+)  # fmt: skip
 FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "wqkv", "in_proj", "query_key_value", "w_pack", "attn_qkv", "to_qkv")
 # Of a sequence, so many are compared.
 ROWS = 8

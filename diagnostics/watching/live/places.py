@@ -221,7 +221,8 @@ class CallPlaces:
             before = max(self._counts[_key(known), recomputing], self._ran[caller.site, recomputing])
             return self._names.get(id(known)), self._layer(known), before
         key = (_key(caller.owner), recomputing)
-        if caller.site and self.crowded(caller):
+        # Whose calls they are where a graph makes fewer than it has modules, and no projection tells, no order does.
+        if caller.site and 0 < self._calls_in(caller.site[0][0]) != len(self._within(caller.owner)):
             self._unnamed.add(id(self._root(caller.owner)))
         run = self._run(key, caller)
         within = self._within(caller.owner)

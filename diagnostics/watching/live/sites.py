@@ -197,7 +197,7 @@ def _read_multi_head(a: Mapping[str, Any], result: Any, tap: Tap) -> Fields | No
 def _multi_head_projection(a: Mapping[str, Any], scale: float) -> tuple[Tensor, Tensor, bool] | None:
     """x [B, T, C], the rows of the weight that make q (times what q is multiplied by), and whether with a bias."""
     packed, size = a["in_proj_weight"], a["embed_dim_to_check"]
-    weight = a["q_proj_weight"] if packed is None else packed[:size]
+    weight = a["q_proj_weight"] if a["use_separate_proj_weight"] else packed[:size]
     return a["query"].transpose(0, 1), weight * scale, a["in_proj_bias"] is not None
 
 

@@ -22,6 +22,7 @@ from attn_diag.watching.live.class_code import calls_linear, is_linear, kernels,
 from attn_diag.watching.live.linear_calls import operator_of
 from attn_diag.watching.live.linear_layers import FUSED_NAMES, QUERY_NAMES, is_run_compiled
 from attn_diag.watching.live.places import CallPlaces, is_attention_by_name
+from attn_diag.watching.live.untraced import has_compiled
 
 # So many steps of an optimizer that may be another model's without any attention call are worth a word.
 _BLIND = 3
@@ -46,8 +47,8 @@ FLEX = (
     "before the first step, or call torch._dynamo.reset() after it"
 )
 IN_EAGER = (
-    "it calls no attention function or operator that is known. Have the function of q, k and v that it calls seen "
-    "(code inside a forward has to become one): @attn_diag.observe"
+    "in eager code it calls no attention function or operator that is known. Have the function of q, k and v that it "
+    "calls seen (code inside a forward has to become one): @attn_diag.observe"
 )
 LINEAR = "it calls {} (linear attention): attn_diag.capture_linear captures that"
 RECURRENCE = "it calls {}: a recurrence that is neither captured nor judged here"
@@ -107,7 +108,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A module that has one of these of its own may attend, though its class is called otherwise; in_proj is Mamba's, too.
 _QUERIES = frozenset(QUERY_NAMES + FUSED_NAMES + ("r_proj", "receptance"))  # the last ones are RWKV's
 _PROJECTIONS = _QUERIES - {"in_proj"}
-_ATTENDS = _CALLS_SDPA | {"softmax", "_softmax", "eager_attention_forward", "flex_attention", "flash_attn_func"}
+_ATTENDS = _CALLS_SDPA | {
+    "softmax", "_softmax", "Softmax", "eager_attention_forward", "flex_attention", "flash_attn_func",
+}  # fmt: skip
 
 
 def _leaving_out(name: str, why: str) -> str:
@@ -247,6 +250,8 @@ class Unseen:
             return RECURRENCE.format(", ".join(sorted(unmet)))
         if not compiled:
             own = OWN_RECURRENCE if _decays(one.module) and not _mentioned(one.module) & _ATTENDS else IN_EAGER
+            if mentions(type(one.module)) & _CALLS_SDPA and has_compiled():
+                own = f"{own}; or, if what is compiled runs it, {_leaving_out(one.name, MATH_IN_GRAPH)}"
             return UNKNOWN.format(", ".join(sorted(unknown.values()))) if unknown else own
         if isinstance(one.module, nn.MultiheadAttention):
             return MULTI_HEAD_IN_GRAPH

@@ -41,6 +41,12 @@ def backward_is_compiled() -> bool:
     return found is not None and (found.compiled_autograd_enabled or torch._dynamo.config.compiled_autograd)
 
 
+def has_compiled() -> bool:
+    """Whether dynamo has compiled anything: a function around a model tells the model nothing."""
+    found = sys.modules.get("torch._dynamo.utils")
+    return found is not None and found.counters["frames"]["ok"] > 0
+
+
 def traced_again(function: Callable[..., Any]) -> Callable[..., Any]:
     """The user's ``function``, which ``untraced`` code of ours is to call as it would have been called without us."""
     prior = eval_frame.get_eval_frame_callback()

@@ -11,6 +11,9 @@ from torch import Tensor
 # q - x W_Q^T, less a bias, is rounding where q is the projection's own output; RoPE or QK-norm leave the order of 1.
 _MISFIT = 0.05
 _TINY = 1e-300
+# Of what delta alone makes: a dQ that is smaller is what float64 leaves of none (2^-53 of each term; 2^-40 is known to
+# 2^-13). Where all rows of V are one, as at DETR's decoder's beginning, dP is delta and there is no dQ.
+_VANISHES = 2.0**40
 # From so many sequences on they are the clusters of delta's test (``means.MIN_SEQUENCES``).
 _SEQUENCES = 8
 
@@ -143,6 +146,8 @@ class HeadSums:
         s = dict(zip(SUMS, self.sums.unbind(1), strict=True))
         dw_q_delta, dw_q, dw_q_part = self.norms.unbind(1)
         nan = torch.full_like(dw_q, torch.nan)
+        vanishes = s["delta_dq"] > _VANISHES**2 * s["dq"]
+        dq, dq_size, dw_q = (torch.where(vanishes, nan, size) for size in (s["dq"], s["dq_size"], dw_q))
         length = nan
         if past is not None and self.sketches is not None:
             own = self.sketches[0].double().square().sum((1, 2))
@@ -150,9 +155,9 @@ class HeadSums:
         roots = {
             "noise_factor": (s["noise"], s["noise_rows"]),
             "conditioning": (s["delta_dq"], s["dq"]),
-            "dq_share": (s["dq_delta"], s["dq"]),
-            "dq_share_lse": (s["dq_part"], torch.where(s["measured"] > 0, nan, s["dq"])),
-            "dq_share_delta": (s["dq_part"], torch.where(s["measured"] > 0, s["dq"], nan)),
+            "dq_share": (s["dq_delta"], dq),
+            "dq_share_lse": (s["dq_part"], torch.where(s["measured"] > 0, nan, dq)),
+            "dq_share_delta": (s["dq_part"], torch.where(s["measured"] > 0, dq, nan)),
             "dq_over_floor": (s["dq_delta"], s["dq_floor"]),
             "dq_expected_over_floor": (s["dq_expected"], s["dq_floor"]),
             "dw_q_share": (dw_q_delta, dw_q),
@@ -163,7 +168,7 @@ class HeadSums:
         }
         for name, left in (("o", "o_expected"), ("dq", "dq_left"), ("dk", "dk_left"), ("dv", "dv_left")):
             off = s[f"{name}_off"]
-            roots[f"{name}_error"] = off, s[f"{name}_size"]
+            roots[f"{name}_error"] = off, dq_size if name == "dq" else s[f"{name}_size"]
             # What is to be exact has no limit.
             roots[f"{name}_factor"] = off, torch.where(off > 0, s[left].clamp(min=_TINY), s[left])
         ratios = {

@@ -28,6 +28,8 @@ _COLUMNS = (
 )  # fmt: skip
 # Of softmax attention, what each check measures against float64.
 MEASURED = ("o", "dq", "dk", "dv")
+# From here on a figure is written with an exponent.
+_LONG = 1e6
 _ALARMS = 3
 # Of the verdict on linear and declared attention, by label: the metric that is 1 where a head has it.
 JUDGED_FLAGS = {"nonfinite": "nonfinite_rate", "wrong": "wrong", "lossy": "lossy", "biased": "biased"}
@@ -224,7 +226,7 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     for layer in softmax:
         head = _worst(layer)
         known = ((layer.values[name][head], form) for name, _, form in shown)
-        cells = [format(v, form).replace("%", " %") if math.isfinite(v) else "-" for v, form in known]
+        cells = [_cell(v, ".1e" if v >= _LONG and form[-1] == "f" else form) for v, form in known]
         rows.append([str(layer.layer), str(head), *cells])
     lines = [f"step {check.step}, the worst head of each layer", *_aligned(rows), *_aligned(_of_measured(softmax))]
     lines += _aligned(_of_judged([layer for layer in check.layers if layer.is_judged]))
@@ -233,6 +235,10 @@ def table(check: MonitorCheck | None, alarms: Sequence[object]) -> str:
     if len(alarms) > _ALARMS:
         lines.append(f"… and {len(alarms) - _ALARMS} more: monitor.alarms")
     return inert("\n".join(lines))
+
+
+def _cell(value: float, form: str) -> str:
+    return format(value, form).replace("%", " %") if math.isfinite(value) else "-"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -248,9 +254,9 @@ def _of_measured(layers: Sequence[LayerCheck]) -> list[list[str]]:
         ranked = [(factors[h], name, h) for name, factors in known for h in np.flatnonzero(np.isfinite(factors))]
         if ranked:
             factor, name, head = max(ranked, key=lambda one: float(one[0]))
-            rows.append(
-                [str(layer.layer), str(head), name, percent(layer.values[f"{name}_error"][head], ".2g"), times(factor)]
-            )
+            error = layer.values[f"{name}_error"][head]
+            off = percent(error, ".2g") if math.isfinite(error) else "-"  # there is no dQ to be off of
+            rows.append([str(layer.layer), str(head), name, off, times(factor)])
     return rows if len(rows) > 1 else []
 
 
